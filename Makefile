@@ -45,7 +45,7 @@ NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 
-.PHONY: help demo test test-all test-newest newest-env kernels-env test-kernels test-third-party test-published test-gpu pictures lint clean mpi
+.PHONY: help demo test test-all test-newest newest-env kernels-env test-kernels test-third-party test-published test-gpu pictures lint clean mpi open-mpi dev-env
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -103,30 +103,11 @@ $(STAMPS)/third-party: $(STAMPS)/venv pyproject.toml tests/third_party.txt
 	@$(PIP) install --quiet --no-deps --requirement tests/third_party.txt
 	@touch "$@"
 
-# Open MPI from the distribution where it is missing and may be installed; the tests marked mpi are skipped without.
 # mpi4jax is built against the JAX that is installed, and without its CUDA part unless there are CUDA headers: where
 # there is nvcc alone, its build fails unless CUDA_PATH names an existing empty folder.
 $(STAMPS)/mpi: $(STAMPS)/dev
-	@if ! command -v mpicc >/dev/null || ! command -v mpirun >/dev/null; then \
-	  if ! command -v apt-get >/dev/null; then \
-	    echo "no Open MPI, and no apt-get to install it: tests marked mpi will be skipped" >&2; exit 0; \
-	  fi; \
-	  sudo=""; \
-	  if [ "$$(id -u)" != 0 ]; then \
-	    if ! sudo -n true 2>/dev/null; then \
-	      echo "no Open MPI: tests marked mpi will be skipped; to have them: sudo apt-get install openmpi-bin libopenmpi-dev" >&2; exit 0; \
-	    fi; \
-	    sudo="sudo -n"; \
-	  fi; \
-	  echo "installing Open MPI"; \
-	  log="$$(mktemp)"; \
-	  if ! { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-	      --no-install-recommends openmpi-bin libopenmpi-dev build-essential; } >"$$log" 2>&1 </dev/null; then \
-	    echo "apt-get could not install Open MPI ($$(tail -1 "$$log")): tests marked mpi will be skipped" >&2; \
-	    rm -f "$$log"; exit 0; \
-	  fi; \
-	  rm -f "$$log"; \
-	fi; \
+	@$(MAKE) open-mpi; \
+	if ! command -v mpicc >/dev/null || ! command -v mpirun >/dev/null; then exit 0; fi; \
 	echo "building mpi4jax"; \
 	mkdir -p "$(STAMPS)/no-cuda"; \
 	$(BIN)/python -c 'import jax, jaxlib; print(f"jax=={jax.__version__}\njaxlib=={jaxlib.__version__}")' >"$(STAMPS)/jax.txt"; \
@@ -142,10 +123,33 @@ $(STAMPS)/mpi: $(STAMPS)/dev
 	  echo "mpi4jax could not be built (see $$log): tests marked mpi will be skipped" >&2; \
 	fi
 
+# Open MPI from the distribution where it is missing and may be installed; the tests marked mpi are skipped without.
+open-mpi:
+	@if command -v mpicc >/dev/null && command -v mpirun >/dev/null; then exit 0; fi; \
+	if ! command -v apt-get >/dev/null; then \
+	  echo "no Open MPI, and no apt-get to install it: tests marked mpi will be skipped" >&2; exit 0; \
+	fi; \
+	sudo=""; \
+	if [ "$$(id -u)" != 0 ]; then \
+	  if ! sudo -n true 2>/dev/null; then \
+	    echo "no Open MPI: tests marked mpi will be skipped; to have them: sudo apt-get install openmpi-bin libopenmpi-dev" >&2; exit 0; \
+	  fi; \
+	  sudo="sudo -n"; \
+	fi; \
+	echo "installing Open MPI"; \
+	log="$$(mktemp)"; \
+	if ! { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	    --no-install-recommends openmpi-bin libopenmpi-dev build-essential; } >"$$log" 2>&1 </dev/null; then \
+	  echo "apt-get could not install Open MPI ($$(tail -1 "$$log")): tests marked mpi will be skipped" >&2; \
+	fi; \
+	rm -f "$$log"
+
 demo: $(STAMPS)/model
 	@$(BIN)/jaxlamina generate "$$PROMPT"
 
 mpi: $(STAMPS)/mpi
+
+dev-env: $(STAMPS)/dev
 
 test: $(STAMPS)/dev mpi
 	@XLA_FLAGS="$${XLA_FLAGS:-} $(QUICK_TO_COMPILE)" $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TESTS)

@@ -107,6 +107,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shards' heads, three workers": {"dop": (2, 3), "tensor_parallel": 2, "local_attention": 0.25},
     "all on shards": {"dop": (2, 1), "tensor_parallel": 2, "local_attention": 1},
     "all on stages": {"dop": (2, 1), "pipeline_parallel": 2, "local_attention": 1},
+    "no attention workers": {"dop": (1, 0), "local_attention": 1},
+    "no attention workers, two shards": {"dop": (2, 0), "tensor_parallel": 2, "local_attention": 1},
+    "no attention workers, two stages": {"dop": (2, 0), "pipeline_parallel": 2, "local_attention": 1},
     "a model rank's tokens beside a prefill worker": {
         "prefill_workers": 1,
         "local_attention": 0.5,
@@ -165,6 +168,7 @@ LIKE_OTHERS = {
     "stages' heads",
     "all on shards",
     "all on stages",
+    "no attention workers",  # as shards and stages without any
     "two prefill workers, by requests",  # as one, and test_prefill_workers' job
 }
 KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk", "decode beside chunks")

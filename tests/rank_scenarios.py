@@ -384,7 +384,12 @@ def chunked_beside_decodes(
 
 
 def step_bench(
-    group: Any, model: Any, prefill: int = 0, shares: Sequence[Any] = (), partitions: Sequence[str] = ()
+    group: Any,
+    model: Any,
+    prefill: int = 0,
+    shares: Sequence[Any] = (),
+    partitions: Sequence[str] = (),
+    staggered: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Every way of `bench step`, with its logits' largest difference from unsplit."""
     import jax.numpy as jnp
@@ -392,7 +397,8 @@ def step_bench(
     from jaxlamina.bench import step_bench, step_ways
 
     options = step_ways.StepOptions(
-        [step_ways.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2],
+        [step_ways.StepCase(2, 8)], jnp.float32, 1, prefill=prefill,
+        staggered=([2] if group.workers else []) if staggered is None else staggered,
         local_attention=shares, partitions=partitions,
     )  # fmt: skip
     found, _ = step_bench.measure(source(model), options, group=group)

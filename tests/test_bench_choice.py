@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.bench import choice_bench, step_ways
-from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, case_of, job_of, waves
+from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, case_of, jobs_of, waves
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import inputs
@@ -59,12 +59,20 @@ def test_a_candidate_is_the_way_that_its_job_measures() -> None:
         ("llama-3-70b", "azure-code"),
     ):
         for one in case_of(model, question(model, trace=trace), n_split=4).candidates:
-            job, setup = job_of(one.setup, on_gpus=True), one.setup
-            options = dict(zip(job.options[::2], job.options[1::2], strict=False))
+            jobs, setup, n = jobs_of(one.setup, on_gpus=True), one.setup, one.setup.tensor_parallel
             if not setup.is_split:
-                assert job.n_devices == setup.tensor_parallel and not job.launch
+                assert all(job.n_devices == n for job in jobs.values())
+                in_process, *over_ranks = jobs
+                assert not jobs[in_process].launch and len(over_ranks) == (n > 1)
+                for name in over_ranks:
+                    assert jobs[name].launch[:3] == ("launch", "--dop", f"{n},0")
+                    asked = step_ways.StepOptions([], None, 1, unsplit=False)
+                    cluster = Cluster(dop=(n, 0), tensor_parallel=n)
+                    assert [name] == [way for way, _ in step_ways.layouts(asked, cluster, [8])]
                 seen.add("whole")
                 continue
+            [(name_of_way, job)] = jobs.items()
+            options = dict(zip(job.options[::2], job.options[1::2], strict=False))
             assert job.n_devices == setup.n_model + setup.n_attention
             assert job.launch[:3] == ("launch", "--dop", f"{setup.n_model},{setup.n_attention}")
             assert (f"tensor_parallel={setup.tensor_parallel}" in job.launch) == (setup.tensor_parallel > 1)
@@ -80,14 +88,15 @@ def test_a_candidate_is_the_way_that_its_job_measures() -> None:
                 for name, _ in step_ways.layouts(asked, cluster, heads)
                 for way in step_ways.ways_of(name, asked)
             ]
-            assert one.way in names
+            assert name_of_way in names
             seen.add(setup.partition)
     assert seen == {"whole", "heads", "tokens"}
 
 
 def made(name: str, copies: int, n_rows: int, predicted: float, measured: float | None) -> Candidate:
     setup = case_of("8B", question(), 0).candidates[0].setup
-    return Candidate(name, setup, copies, step_ways.StepCase(n_rows, 100), predicted, measured)
+    ways = {} if measured is None else {"slower": 2 * measured, "faster": measured}
+    return Candidate(name, setup, copies, step_ways.StepCase(n_rows, 100), predicted, ways)
 
 
 def test_what_is_said_of_a_choice() -> None:
@@ -139,6 +148,23 @@ def test_what_cannot_be_asked_is_refused_in_a_line() -> None:
     assert "of one kind" in refused("choice", "--devices", "h200=2,h20=2")
     assert "nothing to choose" in refused("choice", "--devices", "h200=1")
     assert "tpot=" in refused("choice", "--devices", "h200=2", "--slos", "fast")
+
+
+def test_of_tensor_parallelism_both_ways_are_shown_and_the_faster_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(cases, words, **how):
+        for one in cases[0].candidates:
+            for i, way in enumerate(choice_bench.jobs_of(one.setup, on_gpus=False)):
+                one.ways_ms[way] = 20.0 - 5 * i
+        return choice_bench.ChoiceReport(list(cases))
+
+    monkeypatch.setattr(choice_bench, "measure", measured)
+    record, shown = bench("choice", "--devices", "h200=2", "--config", "llama-3-8b", "--split-plans", "0")
+    alone, shared = sorted(record["cases"][0]["candidates"], key=lambda one: len(one["ways_ms"]))
+    assert alone["ways_ms"] == {"unsplit": 20.0} and alone["measured_ms"] == 20.0
+    assert shared["ways_ms"] == {"unsplit, 2 devices by weights": 20.0, "unsplit over 2 ranks": 15.0}
+    assert shared["measured_ms"] == 15.0 and "unsplit over 2 ranks" in shown
 
 
 def test_a_case_of_one_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

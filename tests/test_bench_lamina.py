@@ -26,17 +26,22 @@ def test_what_is_compared_on_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus == {
         "unsplit, 4 copies": ["4", "5", "6", "7"],
         "unsplit, tensor parallel over 2, 2 copies": ["4,5", "6,7"],
+        "unsplit, DOP (2, 0), 2 copies": ["4,5", "6,7"],
         "unsplit, tensor parallel over 4": ["4,5,6,7"],
+        "unsplit, DOP (4, 0)": ["4,5,6,7"],
         "DOP (1, 3), Lamina": ["4,5,6,7"],
         "DOP (1, 3), local attention auto": ["4,5,6,7"],
         "DOP (2, 2), Lamina": ["4,5,6,7"],
         "DOP (2, 2), local attention auto": ["4,5,6,7"],
     }
     assert found["unsplit, tensor parallel over 2, 2 copies"][1].words == (
-        "--no-split", "--part", "1/2", "--tensor-parallel", "2",
+        "bench", "throughput", "--no-split", "--part", "1/2", "--tensor-parallel", "2",
     )  # fmt: skip
+    over_ranks = found["unsplit, DOP (2, 0), 2 copies"][1].words
+    assert {"2,0", "tensor_parallel=2"} <= {*over_ranks} and "--no-split" not in over_ranks
+    assert over_ranks[-5:] == ("--", "bench", "throughput", "--part", "1/2")
     [shared] = found["DOP (2, 2), Lamina"]
-    assert "tensor_parallel=2" in shared.words and shared.words[-1] == "--"
+    assert "tensor_parallel=2" in shared.words and shared.words[-3:] == ("--", "bench", "throughput")
     [sharing] = found["DOP (2, 2), local attention auto"]  # by heads there is a share on shards
     assert {"tensor_parallel=2", 'partition="heads"'} <= {*sharing.words}
     assert 'partition="heads"' not in shared.words
@@ -56,7 +61,8 @@ def test_each_way_has_all_devices_once(n: int, on_gpus: bool) -> None:
 def test_three_gpus_are_compared_with_two_that_share_the_weights() -> None:
     names = [way.name for way in ways(3, [], [], on_gpus=True)]
     of_two = "unsplit, tensor parallel over 2, 1 idle"
-    assert names == ["unsplit, 3 copies", of_two, "unsplit, tensor parallel over 3"]
+    of_three = "unsplit, tensor parallel over 3", "unsplit, DOP (3, 0)"
+    assert names == ["unsplit, 3 copies", of_two, "unsplit, DOP (2, 0), 1 idle", *of_three]
 
 
 def record(rate: float, tbt: tuple[float, float]) -> dict:
@@ -80,10 +86,12 @@ def test_copies_come_to_their_sum_and_the_slowest_ones_times() -> None:
 
 
 def test_a_job_that_fails_or_is_late_is_left_out_with_its_reason() -> None:
-    wrong = ComparedWay("wrong", (ComparedJob(("--part", "3/2")),))
+    wrong = ComparedWay("wrong", (ComparedJob(("bench", "throughput", "--part", "3/2")),))
     found = measure([wrong], ["--num-prompts", "4"], way_s=120)
     assert "--part '3/2' must be I/N" in found.left_out["wrong"] and not found.measured
-    late = measure([ComparedWay("late", (ComparedJob(()),))], ["--num-prompts", "4"], way_s=0.1)
+    late = measure(
+        [ComparedWay("late", (ComparedJob(("bench", "throughput")),))], ["--num-prompts", "4"], way_s=0.1
+    )
     assert late.left_out == {"late": "not done within 0.1 s"}
 
 
@@ -142,13 +150,14 @@ def test_pools_beside_copies_and_tensor_parallelism(tmp_path: Path) -> None:
     assert [row["way"] for row in found["results"]] == [
         "unsplit, 2 copies",
         "unsplit, tensor parallel over 2",
+        "unsplit, DOP (2, 0)",
         "DOP (1, 1), Lamina",
         "DOP (1, 1), local attention 0.5",
     ]
     n_requests = [[job["num_prompts"] for job in jobs] for jobs in found["jobs"].values()]
-    assert n_requests == [[4, 4], [8], [8], [8]]
+    assert n_requests == [[4, 4], [8], [8], [8], [8]]
     n_output = {sum(job["results"]["ours"][0]["n_output"] for job in jobs) for jobs in found["jobs"].values()}
     assert len(n_output) == 1  # the same requests in each way
     for row in found["results"]:
         assert row["output_per_s"] > 0 and 0 < row["tbt_ms"][0] <= row["tbt_ms"][1] and row["devices"]
-    assert max(row["ratio_to_unsplit"] for row in found["results"][:2]) == 1 and "exchange" in shown
+    assert max(row["ratio_to_unsplit"] for row in found["results"][:3]) == 1 and "exchange" in shown

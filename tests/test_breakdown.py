@@ -62,7 +62,8 @@ def breakdown(
     ]
     command += [part for name, value in keys.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     command += ["--", "bench", "breakdown", f"--config={shape}", f"--case={CASE}", "--dtype=float32"]
-    command += [f"--staggered={n_batches}", f"--steps={N_STEPS}", f"--timeline={timeline}"]
+    command += [f"--staggered={n_batches}"] if n_batches > 1 else []
+    command += [f"--steps={N_STEPS}", f"--timeline={timeline}"]
     command += [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
@@ -185,6 +186,17 @@ def test_a_share_of_attention_is_the_model_ranks_own_work(tmp_path: Path) -> Non
         assert x["n_unmatched_exchanges"] == 0
 
 
+def test_without_attention_workers_all_work_is_model_ranks(tmp_path: Path) -> None:
+    _, record, events = breakdown(tmp_path, "xla", (2, 0), 1, tensor_parallel=2, local_attention=1)
+    check_lines(events, 2)
+    [found] = record["results"]
+    assert [*found["pools"]] == ["model"] and found["n_unmatched_exchanges"] == 0
+    shares = found["pools"]["model"]["shares"]
+    assert min(shares[kind] for kind in ("model", "attention", "exchange")) > 0
+    with pytest.raises(UserError, match=r"--staggered .* of which dop=\(2, 0\) has none: leave it out"):
+        check(Cluster(dop=(2, 0), tensor_parallel=2), [StepCase(12, 16)], [2])
+
+
 def check_lines(events: list[dict[str, Any]], n_ranks: int) -> None:
     """Each rank's spans fill the steps, without overlap."""
     whole = sum(e["dur"] for e in events if e["ph"] == "X" and e["pid"] == n_ranks)
@@ -273,7 +285,8 @@ def test_nothing_of_the_figure_lies_outside_of_it(
     from jaxlamina.transports.scopes import KINDS
 
     ms = dict(zip(KINDS, (4.0, 3.0, 1.0, 0.5, 2.0), strict=True))
-    timeline = SimpleNamespace(step_ms=10.5, ms=lambda ranks: ms, ranks_of=lambda pool: [0])
+    pools = ["model", "attention"]
+    timeline = SimpleNamespace(step_ms=10.5, pools=pools, ms=lambda ranks: ms, ranks_of=lambda pool: [0])
     found = [
         SimpleNamespace(case=f"B {64 + case}, 4,096 tokens", way=way, timeline=timeline)
         for case in range(n_cases)

@@ -60,7 +60,22 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ("dop = ", "is not TOML"),
         ("dop = [1]\n", "dop=(1,) must be two numbers"),
         ('dop = "1;2"\n', "DOP '1;2' must be a,b"),
-        ("dop = [1, 0]\n", "n_attention=0 must be"),
+        ("dop = [1, -1]\n", "n_attention=-1 must be a whole number, at least 0"),
+        ("dop = [0, 0]\n", "n_model=0 must be a whole number, at least 1"),
+        ("dop = [2, 0]\n", "(2, 0) has 2 copies of the model, and no attention workers"),
+        ("dop = [2, 0]\nlocal_attention = 1\n", "take tensor_parallel=2, or 2 jobs of dop=(1, 0)"),
+        *(
+            (f"dop = [1, 0]\n{name} = {value}\n", f"which dop=(1, 0) has none: leave {name} out")
+            for name, value in (
+                ("local_attention", 0),
+                ("local_attention", 0.5),
+                ("partition", '"tokens"'),
+                ("n_batches", 2),
+                ("mini_batches", 2),
+                ("prefill_workers", 1),
+                ("kv_replicas", 1),
+            )
+        ),
         (
             "dop = [2, 1]\nn_batches = 1\n",
             "2 model workers for n_batches=1 staggered batches, so some would idle: take n_batches=3",
@@ -162,6 +177,8 @@ def test_how_model_workers_have_the_model(how, mode, n_replicas, usual_n_batches
         ({"dop": (2, 1)}, 3, "auto"),
         ({"dop": (2, 1), "tensor_parallel": 2}, 1, "auto"),
         ({"dop": (2, 1), "pipeline_parallel": 2}, 1, "auto"),
+        ({"dop": (2, 0), "tensor_parallel": 2}, 1, 1),
+        ({"dop": (2, 0), "pipeline_parallel": 2, "n_batches": "auto"}, 1, 1),
     ],
 )
 def test_staggered_batches_are_measured_by_default_where_there_are_accelerators(how, on_cpus, on_gpus):
@@ -172,6 +189,15 @@ def test_staggered_batches_are_measured_by_default_where_there_are_accelerators(
 def test_an_accelerator_of_the_other_pool_counts():
     cluster = Cluster(transport="mpi", model_platform="cpu", attention_platform="cuda")
     assert cluster.n_batches_on("cpu") == "auto"
+
+
+def test_without_attention_workers_model_workers_have_all_kv_and_one_platform():
+    cluster = Cluster(dop=(2, 0), tensor_parallel=2, transport="xla", model_platform="cuda")
+    assert cluster.local_share == 1 and cluster.is_one_platform and not cluster.pools.attention_ranks
+    assert [cluster.describe(rank) for rank in range(cluster.n_ranks)] == [
+        "rank 0 (model worker 0)", "rank 1 (model worker 1)",
+    ]  # fmt: skip
+    assert not dataclasses.replace(cluster, dop=(2, 1), transport="mpi").is_one_platform
 
 
 def test_mixed_platforms_go_over_mpi():

@@ -12,7 +12,8 @@ import pytest
 
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.pieces import Follow, Opening, Piece
-from jaxlamina.supervisor.journal import Journal
+from jaxlamina.supervisor import requests as following
+from jaxlamina.supervisor.journal import Entry, Journal
 from jaxlamina.supervisor.requests import MOST_TRIES, FollowedRequests, _Gone
 
 PIECES = [
@@ -24,6 +25,8 @@ PIECES = [
 
 class OneJob:
     """One that repeats the same answer, in place of a start of the real one."""
+
+    planned, is_paused = frozenset(), False
 
     def __init__(self):
         self.n, self.n_asked = 1, 0
@@ -40,6 +43,7 @@ class OneJob:
 
     async def ready(self, _, *, after=0):
         if after >= self.n:
+            await asyncio.sleep(0.01)
             raise TimeoutError
         return self
 
@@ -47,11 +51,11 @@ class OneJob:
         return False
 
 
-def followed(job):
+def followed(job, recovery_s=10):
     """A request to its end."""
 
     async def follow():
-        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
+        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=recovery_s)
         request = await requests.accept("/v1/completions", b"{}")
         async with asyncio.timeout(10):
             await request.over()
@@ -62,7 +66,8 @@ def followed(job):
 
 
 class BreakingJob(OneJob):
-    """One that breaks off after so many tokens each time it is asked, and tells again what it has to."""
+    """One that breaks off after so many tokens each time it is asked, and tells again what it has to. Or it
+    refuses, with a status."""
 
     def __init__(self, *n_new):
         super().__init__()
@@ -71,6 +76,8 @@ class BreakingJob(OneJob):
     def answer(self, asked):
         follow = msgspec.json.decode(asked.read().partition(b"\n")[0], type=Follow)
         self.follows.append(follow)
+        if self._n_new[0] > 100:
+            return httpx.Response(self._n_new.pop(0), json={"error": {"message": "no"}})
         written = len(dict(follow.written).get(0, ()))
         until = written + self._n_new.pop(0)
 
@@ -95,15 +102,61 @@ def test_a_job_is_told_what_there_is_and_how_many_go_on():
     assert [follow.n_together for follow in follows] == [0, 1, 1]
 
 
+def test_what_a_job_once_took_is_not_refused_for_being_too_much():
+    """A newcomer is."""
+    job = BreakingJob(2, 429, 503, 429, 9)
+    request = followed(job)
+    assert request.status == 200 and request.events == [piece.text for piece in PIECES]
+    assert [follow.was_taken for follow in job.follows] == [False] + [True] * 4
+    assert followed(BreakingJob(429)).status == 429
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_an_open_stream_that_is_refused_says_so(status):
+    request = followed(BreakingJob(2, status))
+    assert request.status == status and request.events[:3] == [piece.text for piece in PIECES[:3]]
+    assert request.events[3:] == ['data: {"error":{"message":"no"}}\n\n', "data: [DONE]\n\n"]
+
+
+def test_a_job_that_never_takes_a_request_is_not_asked_for_ever(monkeypatch):
+    job = BreakingJob(2, *[503] * 1000)
+    request = followed(job, recovery_s=0.5)
+    assert (
+        request.status == 503
+        and b"within 0.5 s" in request.content
+        and request.events[-1].endswith("[DONE]\n\n")
+    )
+
+
+@pytest.mark.parametrize("why", ["planned", "paused"])
+def test_a_job_that_is_ended_on_purpose_died_of_nobody(why):
+    job = BreakingJob(*[0] * (2 * MOST_TRIES), 9)
+    job.planned, job.is_paused = {job.n} if why == "planned" else {}, why == "paused"
+    assert followed(job).status == 200
+
+
 class PoisonedJob(OneJob):
     """One that ends, for all that it works at, whenever it is asked for the poison; others get a token each
-    time they are asked for while nobody else waits."""
+    time they are asked for while nobody else waits. A start takes ``start_s``."""
 
-    def __init__(self):
+    def __init__(self, start_s):
         super().__init__()
         self.client = None
         self.n_asked_for_poison = 0
-        self._dies = asyncio.Event()
+        self._dies, self._start_s = asyncio.Event(), start_s
+        self._up = asyncio.Event()
+        self._up.set()
+
+    async def ready(self, deadline_s, *, after=0):
+        async with asyncio.timeout(deadline_s):
+            while not self._up.is_set() or self.n <= after:
+                await asyncio.sleep(0.005)
+        return self
+
+    async def _start(self):
+        await asyncio.sleep(self._start_s)
+        self.n += 1
+        self._up.set()
 
     async def ask(self, requests, request):
         dies = self._dies
@@ -111,7 +164,8 @@ class PoisonedJob(OneJob):
             self.n_asked_for_poison += 1
             await asyncio.sleep(0.05)  # its step is everybody's
             self._dies.set()
-            self._dies = asyncio.Event()
+            self._up.clear()
+            self._dies, self._starting = asyncio.Event(), asyncio.create_task(self._start())
             raise _Gone("it died")
         if not request.tokens or request in requests._waiting:
             with contextlib.suppress(TimeoutError):
@@ -126,11 +180,15 @@ class PoisonedJob(OneJob):
         raise _Gone("it died")
 
 
-def test_a_request_that_the_job_dies_of_takes_no_other_with_it(monkeypatch):
-    """Also where all that go on have their first step together, in which it dies."""
+@pytest.mark.parametrize("start_s", [0.0, 0.6])
+def test_a_request_that_the_job_dies_of_takes_no_other_with_it(monkeypatch, start_s):
+    """Also where all that go on have their first step together, in which it dies; and where a start takes
+    longer than a suspect waits for the others."""
+    monkeypatch.setattr(following, "_ALONE_S", 0.4)
+    monkeypatch.setattr(following, "_AGAIN_S", 0.01)
 
     async def follow():
-        job = PoisonedJob()
+        job = PoisonedJob(start_s)
         requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
         monkeypatch.setattr(requests, "_ask", lambda running, request: job.ask(requests, request))
         bodies = [b"a", b"b", b"poison"]
@@ -161,3 +219,81 @@ def test_an_event_without_memory_is_given_once(at, monkeypatch):
     request, n_asked = followed(job), job.n_asked
     assert (request.status, n_asked) == (200, 2)
     assert request.events == [piece.text for piece in PIECES]
+
+
+class WaitingJob(OneJob):
+    """One that accepts a request, and gives it no token."""
+
+    def answer(self, _):
+        async def lines():
+            yield PIECES[0].line()
+            await asyncio.sleep(60)
+
+        return httpx.Response(200, content=lines())
+
+
+def test_a_request_goes_on_while_somebody_reads_it():
+    """Who sent it may have come back, and its old connection be noticed later. Once nobody reads it any more
+    it ends, and whoever waits is told."""
+
+    async def follow():
+        job = WaitingJob()
+        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
+        request = await requests.accept("/v1/completions", b"{}")
+        await request.begun()
+        events = request.events_from(1)
+        requests.reads(request)
+        requests.abandon(request)
+        assert requests.find(request.key) is request and not request.status
+        requests.reads_no_more(request)
+        async with asyncio.timeout(10):
+            said = [event async for _, event in events]
+        await job.client.aclose()
+        assert "went away" in said[0] and requests.find(request.key) is None and request.status == 410
+
+    asyncio.run(follow())
+
+
+def test_what_has_ended_is_kept_by_when_it_ended_and_how_much_there_is(monkeypatch):
+    monkeypatch.setattr(following, "_MOST_KEPT_BYTES", 20_000)
+
+    async def follow():
+        job = OneJob()
+        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
+        ended = []
+        for _ in range(12):
+            request = await requests.accept("/v1/completions", b"{}")
+            await request.over()
+            await asyncio.sleep(0)  # its task's end
+            ended.append(request)
+        left = [request for request in ended if requests.find(request.key)]
+        assert left == ended[-len(left) :] and 3 <= len(left) <= 7
+        assert sum(request.n_bytes for request in left[:-1]) < 20_000
+        monkeypatch.setattr(following, "KEEP_S", 0.0)
+        last = await requests.accept("/v1/completions", b"{}")
+        assert not any(requests.find(request.key) for request in ended) and requests.find(last.key) is last
+        await last.over()
+        await job.client.aclose()
+
+    asyncio.run(follow())
+
+
+def test_what_an_earlier_supervisor_left_is_to_come(tmp_path):
+    async def follow():
+        job, journal = OneJob(), Journal(tmp_path / "journal")
+        journal.be_of("a model")
+        entry = Entry("00ff", "/v1/completions", b"{}", 1, 2)
+        await journal.accept(entry)
+        journal.close()
+        journal = Journal(tmp_path / "journal")
+        requests = FollowedRequests(job, journal, MemoryReserve(2**20), recovery_s=10)
+        assert requests.find("00ff") is None and requests.is_to_come("00ff")
+        assert requests.take_up("a model") == (1, 0) and not requests.is_to_come("00ff")
+        request = requests.find("00ff")
+        await request.over()
+        assert request.status == 200 and not requests.is_to_come("ff00")
+        await requests.settle()
+        await job.client.aclose()
+        journal.close()
+
+    asyncio.run(follow())

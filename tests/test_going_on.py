@@ -27,7 +27,7 @@ from supervised import wait_until
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.params import StructuredOutputs
-from jaxlamina.server.async_engine import AsyncEngine, Prompt
+from jaxlamina.server.async_engine import AsyncEngine, Prompt, TooMany
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pieces import SECRET, Opening, Piece
 from jaxlamina.supervisor import journal as journal_module
@@ -342,6 +342,21 @@ def test_no_step_is_begun_before_all_that_go_on_together_are_there(llm, n_expect
     assert n_waiting[0] == n_come
 
 
+def test_what_was_taken_before_is_not_too_much_at_once(llm):
+    async def scenario():
+        engine = AsyncEngine(llm.engine, Metrics("tiny"), prepare=lambda stopped: None, max_concurrent=1)
+        engine.start()
+        assert await engine.started()
+        open_ = [await engine.submit([Prompt(PROMPT)], KINDS["greedy"], was_taken=n > 0) for n in range(3)]
+        with pytest.raises(TooMany, match="1 requests are being answered"):
+            await engine.submit([Prompt(PROMPT)], KINDS["greedy"])
+        for answers in open_:
+            assert len([event async for _, event in answers]) == 24
+        assert await engine.stop(60)
+
+    asyncio.run(scenario())
+
+
 # --- what a server says to a supervisor ---
 
 
@@ -408,6 +423,8 @@ def test_what_a_supervisor_is_told(tiny, tmp_path):
         "--model",
         str(tiny),
         "--no-warm-up",
+        "--max-body-mib",
+        "1",
         "--uds",
         str(path),
         "--chat-template",
@@ -435,6 +452,10 @@ def test_what_a_supervisor_is_told(tiny, tmp_path):
         for wrong in (b"", b"{}", b"\xff\n{}", body.replace(b"1", b'"1"', 1), b"[" * 10**5, body + b"}"):
             status, found = OverSocket(path).post("/followed/v1/completions", wrong, secret)
             assert status == 400, found
+        large = body + b" " * (2**20 - len(body) + 1)  # the line is more than a request may have
+        assert OverSocket(path).post("/followed/v1/completions", large, secret)[0] == 200
+        assert OverSocket(path).post("/followed/v1/completions", large, {})[0] == 413
+        assert OverSocket(path).post("/v1/completions", large, secret)[0] == 413
         for kind in STREAMS:
             check_what_is_not_told_again(lambda to, body: OverSocket(path).post(to, body, secret), kind)
     finally:

@@ -163,14 +163,16 @@ def test_two_hosts_with_addresses_of_their_own(tiny, unsplit, tmp_path):
 
 
 def long_job(transport, tiny, *options, dop="1,2"):
-    """A job of three ranks that has begun to write, and would for minutes; and its ranks' processes."""
+    """A job that has begun to write, and would for minutes; and its ranks' processes."""
     command = ("generate", "--raw", "--ignore-eos", "--max-tokens", "8000", "w1 w2")
+    n_ranks = sum(map(int, dop.split(",")))
     # On one host nothing would be left to attention workers.
-    words = ("--dop", dop, "--partition", "requests", "--local-attention", "0", *options)
+    split = () if dop.endswith(",0") else ("--partition", "requests", "--local-attention", "0")
+    words = ("--dop", dop, *split, *options)
     process = launched(transport, tiny, *words, command=command)
     assert process.stdout.read(40), process.stderr.read()  # streamed text: steps are running
     ranks = pids(process)
-    assert sorted(ranks) == [0, 1, 2]
+    assert sorted(ranks) == [*range(n_ranks)]
     return process, ranks
 
 
@@ -190,11 +192,12 @@ def gone(ranks):
         pytest.param("mpi", 2, "attention worker 1", "1,2", marks=pytest.mark.mpi),
         ("xla", 1, "model worker 1", "2,1"),
         pytest.param("xla", 2, "attention worker 1", "1,2", marks=pytest.mark.slow),
+        pytest.param("mpi", 1, "model worker 1", "2,0", marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],
 )
 def test_a_killed_rank_ends_the_job_and_is_named(tiny, transport, rank, role, dop):
-    several = ("--set", "n_batches=3") if role.startswith("model") else ()
-    process, ranks = long_job(transport, tiny, *several, dop=dop)
+    several = {"2,1": ("--set", "n_batches=3"), "2,0": ("--set", "tensor_parallel=2")}
+    process, ranks = long_job(transport, tiny, *several.get(dop, ()), dop=dop)
     began = time.monotonic()
     os.kill(ranks[rank], signal.SIGKILL)
     code, _, err = finish(process, timeout=40)

@@ -26,7 +26,7 @@ def test_two_replicas_are_two_groups():
     assert [(r.replica, r.shard) for r in pools.roles[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 12))
 def test_roles_and_groups_partition_the_ranks(shards, replicas, n_attention):
     pools = Pools(shards * replicas, n_attention, replicas)
     assert [r.rank for r in pools.roles] == list(range(pools.n_ranks))
@@ -48,7 +48,7 @@ def test_prefill_workers_come_last(n_model, n_attention, n_prefill):
     assert pools.roles[: n_model + n_attention] == Pools(n_model, n_attention).roles
 
 
-@pytest.mark.parametrize("text", ["", "2", "2,1,1", "a,b", "-1,2", "1.5,1", "0,1", "1,0"])
+@pytest.mark.parametrize("text", ["", "2", "2,1,1", "a,b", "-1,2", "1.5,1", "0,1", "0,0"])
 def test_a_dop_that_is_none_is_a_user_error(text):
     with pytest.raises(UserError):
         Pools.parse(text)

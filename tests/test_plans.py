@@ -42,7 +42,7 @@ from jaxlamina.steps.tasks import (
 
 N_LAYERS = 2
 FACTS = {
-    "dop": [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)],
+    "dop": [(1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)],
     "partition": ["auto", "heads", "requests", "tokens"],
     "n_batches": [None, 1, 2, 3, 4, 6, "auto"],
     "mini_batches": [1, 3],

@@ -188,6 +188,24 @@ def test_what_is_raised_before_the_first_step_is_the_requests(llm: LLM, alone, m
     serving(llm, scenario)
 
 
+def test_a_request_that_fails_once_the_engine_has_it_leaves_nothing_there(llm: LLM, alone, monkeypatch):
+    add_job = Engine.add_job
+
+    def failing(self, job, **how):
+        add_job(self, job, **how)
+        raise OverflowError("odd")
+
+    async def scenario(engine: AsyncEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "add_job", failing)
+            with pytest.raises(OverflowError):
+                await engine.submit([Prompt([1, 2, 3])], GREEDY)
+        assert await engine.ask(lambda inner: (inner.idle, len(inner.postprocess.live)), 60) == (True, 0)
+        assert tuple(await read(await engine.submit([Prompt([1, 2, 3])], GREEDY))) == alone
+
+    serving(llm, scenario)
+
+
 # --- grammars that take long ---
 
 

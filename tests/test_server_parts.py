@@ -20,6 +20,7 @@ from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine.sizes_to_compile import first_of, shapes
 from jaxlamina.engine.warm_up import Behind, _empty_batch, warm_up
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.process import kept_programs
 from jaxlamina.sampling import adjustments
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS
 from jaxlamina.sampling.structured import StructuredOutputs
@@ -264,9 +265,10 @@ def test_warming_up_workers_that_share_requests_or_tokens(model, partition):
 
 
 @pytest.mark.parametrize(("split", "mixed"), [(True, False), (False, False), (False, True)])
-def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
+def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog, monkeypatch):
     """Each once, and what is run finds what was compiled for its sizes. Steps that are run slice by slice
     compile slices."""
+    monkeypatch.setattr(kept_programs, "folder", lambda: None)  # nothing is there of earlier processes
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(
         InMemoryModel(config, random_params(config, seed=1)), split=split, mixed_steps=mixed, max_num_seqs=2,
@@ -404,6 +406,23 @@ def test_compiling_behind_goes_on_with_another_engine_thread():
     assert behind.join(60) and before.qsize() == 1
     assert done_before + done == [*range(1, len(todo) + 1)] and len(done_before) < len(todo)
     assert {*llm.engine.sizes.shapes} == {*todo}
+
+
+def test_nothing_is_compiled_behind_while_it_rests(monkeypatch):
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    warm_up(llm.engine, todo[:1], lambda n: None, lambda: False, all_of_drawing=False)
+    begun = []
+    for of, what in ((llm.engine.drawing, "compile"), (llm.executor, "compile_later")):
+        done = getattr(of, what)
+        monkeypatch.setattr(of, what, lambda *a, done=done, **how: (begun.append(0), done(*a, **how))[1])
+    behind = Behind(llm.engine, todo[1:], lambda n: None, lambda call: call())
+    behind.rest(3600)
+    behind.start()
+    assert not behind.join(0.5) and not begun
+    behind.stop()
+    assert behind.join(120)
 
 
 def test_compiling_behind_ends_when_told():

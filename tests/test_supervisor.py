@@ -320,7 +320,7 @@ def test_a_socket_in_place_of_a_port(tiny, tmp_path):
         server.wait_for("ready: ")
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://job") as client:
             assert client.post("/v1/completions", json=LONG, timeout=60).status_code == 200
-            change = {"instruction": "scale", "attention": -1}  # this host asks, and may
+            change = {"instruction": "scale", "attention": -2}  # this host asks, and may
             assert "is no job" in client.post("/v1/fault_tolerance/apply", json=change).text
             below = children(server.process.pid)
             with client.stream(
@@ -380,6 +380,23 @@ def test_a_request_that_goes_on_is_not_why_the_job_ends(tiny):
             wait_until(lambda n=n: len(restarts(server)) > n)
         asked.join(60)
         assert asked.said == expected.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_newcomers_after_a_fault_cut_off_nobody(tiny):
+    """Where as many run as may at once: whoever comes while the job starts, is asked of it first."""
+    body = LONG | {"stream": True, "max_tokens": 480}
+    with supervised(tiny, "--max-concurrent-requests", "2") as server:
+        streams = [Asked(server.port, "/v1/completions", body) for _ in range(2)]
+        wait_until(lambda: all(len(stream.events) > 5 for stream in streams))
+        os.kill(find("server", server.process.pid), signal.SIGKILL)
+        newcomers = [Asked(server.port, "/v1/completions", body) for _ in range(2)]
+        for asked in (*streams, *newcomers):
+            asked.join(100)
+        for stream in streams:
+            assert stream.ends and len(stream.events) == 482
+        assert all(asked.status == 429 or asked.ends for asked in newcomers)
 
 
 @pytest.mark.slow
@@ -451,6 +468,7 @@ def test_a_job_of_so_many_workers():
     assert more.words[-2:] == ("--", "serve")
     assert more.words[3:9] == ("--set", 'dop="1,2"', "--set", 'dop="1,3"', "--set", "prefill_workers=1")
     assert job.after(Change("restart")) is job
+    assert job.after(Change("scale", attention=-2)).workers == Workers(1, 0, 0)
     of_starter = replace(job, has_starter=True)
     assert of_starter.after(Change("restart", stop_first=True)) is of_starter
     for change, says in (
@@ -459,7 +477,7 @@ def test_a_job_of_so_many_workers():
     ):
         with pytest.raises(ValueError, match=says):
             of_starter.after(change)
-    for change in (Change("scale", attention=-2), Change("scale", model=-1), Change("scale", prefill=-1)):
+    for change in (Change("scale", attention=-3), Change("scale", model=-1), Change("scale", prefill=-1)):
         with pytest.raises(ValueError, match="is no job"):
             job.after(change)
     assert job.on_each_host("a.module", "kept_kv_folder=/dev/shm/x") == (

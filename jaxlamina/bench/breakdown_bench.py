@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from jaxlamina.bench.step_bench import alone, largest_of, over_ranks, shuffled_batch
-from jaxlamina.bench.step_ways import StepCase, check_cut
+from jaxlamina.bench.step_ways import StepCase, check_cut, check_unsplit
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.causal_lm import HasModel
-from jaxlamina.profiling.timeline import POOLS, Timeline
+from jaxlamina.profiling.timeline import Timeline
 from jaxlamina.ranks import Group
 from jaxlamina.run.recording import RecordingExecutor
 
@@ -43,7 +43,7 @@ class Breakdown:
     def to_dict(self) -> dict[str, Any]:
         """Milliseconds a step and shares, for each pool (its ranks' mean) and each rank."""
         t = self.timeline
-        groups = {pool: t.ranks_of(pool) for pool in POOLS}
+        groups = {pool: t.ranks_of(pool) for pool in t.pools}
         return {
             "case": str(self.case),
             "batch": self.case.batch,
@@ -66,6 +66,7 @@ def check(cluster: Cluster, cases: Sequence[StepCase], staggered: Sequence[int])
     """``UserError`` for a number of staggered batches that a case cannot be cut into, or that the job cannot
     run."""
     check_cut(cases, staggered)
+    check_unsplit(cluster, {"--staggered": staggered})
     a = cluster.n_replicas
     for n in staggered:
         if cluster.pipelining_mode == "rotational" and n != a + 1:

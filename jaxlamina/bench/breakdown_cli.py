@@ -65,11 +65,8 @@ def breakdown_command(
 
 
 def _parts(found: Sequence[Breakdown]) -> Iterator[Part]:
-    from jaxlamina.profiling.timeline import POOLS
-
-    yield table(
-        [(x, pool) for x in found for pool in POOLS], _columns(POOLS[0]), section=lambda row: row[0].case
-    )
+    rows = [(x, pool) for x in found for pool in x.timeline.pools]
+    yield table(rows, _columns(rows[0][1]), section=lambda row: row[0].case)
     yield dim(
         "ms a step and share of it, a pool's ranks' mean. bubble: its devices idle, or in an exchange whose "
         "other end has not come. other: operators of no slice, layer or exchange. untraced: without the "
@@ -83,17 +80,18 @@ def _parts(found: Sequence[Breakdown]) -> Iterator[Part]:
 def _columns(first: Pool) -> Columns:
     """Of rows of a `Breakdown` and a pool; what both pools have is shown with the ``first``."""
 
-    def share(row: tuple[Breakdown, Pool], kind: Kind) -> str:
+    def share(row: tuple[Breakdown, Pool], *kinds: Kind) -> str:
         timeline = row[0].timeline
         ranks = timeline.ranks_of(row[1])
-        return f"{timeline.ms(ranks)[kind]:.2f} {timeline.shares(ranks)[kind]:4.0%}"
+        ms, shares = timeline.ms(ranks), timeline.shares(ranks)
+        return f"{sum(ms[kind] for kind in kinds):.2f} {sum(shares[kind] for kind in kinds):4.0%}"
 
     return (
         ("case", lambda row: str(row[0].case), "<"),
         ("way", lambda row: row[0].way if row[1] == first else "", "<"),
         ("pool", lambda row: f"{row[1]} × {len(row[0].timeline.ranks_of(row[1]))}", "<"),
         ("ms a step", lambda row: f"{row[0].timeline.step_ms:.2f}" if row[1] == first else "", ""),
-        ("its work", lambda row: share(row, row[1]), ""),
+        ("its work", lambda row: share(row, "model", "attention"), ""),
         ("exchange", lambda row: share(row, "exchange"), ""),
         ("other", lambda row: share(row, "other"), ""),
         ("bubble", lambda row: share(row, "bubble"), ""),

@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxlamina.bench.breakdown_bench import Breakdown
 from jaxlamina.console.figures import BLUE, INK, ORANGE, YELLOW, figure, plain
-from jaxlamina.profiling.timeline import POOLS
 from jaxlamina.transports.scopes import KINDS, Kind
 
 _COLOURS: dict[Kind, str] = {
@@ -34,7 +33,7 @@ def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
     by_case: dict[str, list[Breakdown]] = {}
     for x in found:
         by_case.setdefault(str(x.case), []).append(x)
-    n_bars = max(len(of_case) for of_case in by_case.values()) * len(POOLS)
+    n_bars = max(len(of_case) for of_case in by_case.values()) * len(found[0].timeline.pools)
     width = max(5.0, 1.6 + len(by_case) * (0.5 + 0.55 * n_bars))
     with figure(path, width, 4.0) as drawn:
         drawn.suptitle(textwrap.fill(title, int(_TITLE_PER_INCH * width)), fontsize=8)
@@ -46,7 +45,7 @@ def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
         kinds = [
             kind
             for kind in KINDS
-            if any(x.timeline.ms(x.timeline.ranks_of(pool))[kind] for x in found for pool in POOLS)
+            if any(x.timeline.ms(x.timeline.ranks_of(pool))[kind] for x in found for pool in x.timeline.pools)
         ]
         handles = [Patch(facecolor=_COLOURS[kind], edgecolor=INK, lw=0.5, label=kind) for kind in kinds]
         _legend(drawn, handles)
@@ -62,16 +61,16 @@ def _legend(drawn: Any, handles: Sequence[Any]) -> None:
 
 
 def _panel(axes: Any, of_case: Sequence[Breakdown]) -> None:
-    names = []
+    names, apart = [], len(of_case[0].timeline.pools) + 0.4
     for i, x in enumerate(of_case):
-        for j, pool in enumerate(POOLS):
-            at, bottom = i * (len(POOLS) + 0.4) + j, 0.0
+        for j, pool in enumerate(x.timeline.pools):
+            at, bottom = i * apart + j, 0.0
             ms = x.timeline.ms(x.timeline.ranks_of(pool))
             for kind in KINDS:
                 axes.bar(at, ms[kind], _BAR, bottom, color=_COLOURS[kind], edgecolor=INK, linewidth=0.5)
                 bottom += ms[kind]
             names.append((at, pool))
-        axes.annotate(x.way, (i * (len(POOLS) + 0.4) + 0.5, x.timeline.step_ms), xytext=(0, 3), ha="center",
+        axes.annotate(x.way, (i * apart + 0.5, x.timeline.step_ms), xytext=(0, 3), ha="center",
                       textcoords="offset points", fontsize=8)  # fmt: skip
     axes.set_xticks([at for at, _ in names], [pool for _, pool in names])
     axes.set_ylim(0, 1.1 * max(x.timeline.step_ms for x in of_case))

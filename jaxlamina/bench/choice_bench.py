@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxlamina.bench.compared_jobs import ComparedJob, end, launched, only, pretended, reason, start
+from jaxlamina.bench.compared_jobs import ComparedJob, launched, only, pretended, reason, run_at_once
 from jaxlamina.bench.step_ways import StepCase
 from jaxlamina.errors import UserError
 from jaxlamina.planner.costs import Deployment, step_cost
@@ -36,15 +34,15 @@ class InstanceJob(NamedTuple):
 
 @dataclass
 class Candidate:
-    """A plan, with as many requests as can be cut into its batches. ``measured_ms``: None before it is
-    measured, and where it could not be."""
+    """A plan, with as many requests as can be cut into its batches. ``ways_ms``: what each way of running it
+    takes that was measured."""
 
     name: str
     setup: Deployment
     copies: int
     step: StepCase
     predicted_ms: float
-    measured_ms: float | None = None
+    ways_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: PoolPlan, context: int) -> Candidate:
@@ -56,6 +54,11 @@ class Candidate:
     def tokens_s(self, ms: float) -> float:
         """Of all copies, with steps of so many ms."""
         return self.copies * self.step.batch / ms * 1e3
+
+    @property
+    def measured_ms(self) -> float | None:
+        """The fastest way's."""
+        return min(self.ways_ms.values(), default=None)
 
     @property
     def predicted_tokens_s(self) -> float:
@@ -70,21 +73,12 @@ class Candidate:
         """Relative; above 0: predicted to take longer than it did."""
         return None if self.measured_ms is None else self.predicted_ms / self.measured_ms - 1
 
-    @property
-    def way(self) -> str:
-        """As `jaxlamina.bench.step_ways` names it."""
-        setup = self.setup
-        if not setup.is_split:
-            n = setup.tensor_parallel
-            return "unsplit" if n == 1 else f"unsplit, {n} devices by weights"
-        staggered = f", {setup.n_batches} staggered" if setup.n_batches > 1 else ""
-        return f"split by {setup.partition}, {setup.local_share:g} local{staggered}"
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "plan": self.name, "copies": self.copies, "requests": self.step.batch,
             "context": self.step.context, "predicted_ms": self.predicted_ms, "measured_ms": self.measured_ms,
             "predicted_tokens_s": self.predicted_tokens_s, "measured_tokens_s": self.measured_tokens_s,
+            "ways_ms": self.ways_ms,
         }  # fmt: skip
 
 
@@ -171,17 +165,24 @@ def _name(plan: PoolPlan) -> str:
     return ", ".join(words)
 
 
-def job_of(setup: Deployment, on_gpus: bool) -> InstanceJob:
-    """What measures this instance."""
+def jobs_of(setup: Deployment, on_gpus: bool) -> dict[str, InstanceJob]:
+    """What measures this instance, by the names that `jaxlamina.bench.step_ways` gives its ways: tensor
+    parallelism without a split is XLA's over the devices of one process, and this project's over ranks."""
     if not setup.is_split:
-        n = setup.tensor_parallel
-        return InstanceJob(n, (), () if n == 1 else ("--devices", str(n), "--no-unsplit"))
+        if (n := setup.tensor_parallel) == 1:
+            return {"unsplit": InstanceJob(1, (), ())}
+        over_ranks = launched(n, 0, [f"tensor_parallel={n}"], on_gpus=on_gpus)
+        return {
+            f"unsplit, {n} devices by weights": InstanceJob(n, (), ("--devices", str(n), "--no-unsplit")),
+            f"unsplit over {n} ranks": InstanceJob(n, over_ranks, ("--no-unsplit",)),
+        }
     changes = [f"tensor_parallel={setup.tensor_parallel}"] if setup.tensor_parallel > 1 else []
     changes += [f'pipelining="{setup.mode}"'] if setup.n_replicas > 1 else []
     a, b, n = setup.n_model, setup.n_attention, setup.n_batches
     options = ("--no-unsplit", "--partitions", setup.partition, "--shares", str(setup.local_share))
-    staggered = ("--staggered", str(n)) if n > 1 else ()
-    return InstanceJob(a + b, launched(a, b, changes, on_gpus=on_gpus), (*options, *staggered))
+    staggered, words = (("--staggered", str(n)), f", {n} staggered") if n > 1 else ((), "")
+    job = InstanceJob(a + b, launched(a, b, changes, on_gpus=on_gpus), (*options, *staggered))
+    return {f"split by {setup.partition}, {setup.local_share:g} local{words}": job}
 
 
 def measure(
@@ -199,9 +200,9 @@ def measure(
     report = ChoiceReport(list(cases), dict(left_out))
     wanted: dict[InstanceJob, dict[tuple[str, str], list[Candidate]]] = {}
     for candidate in (one for case in cases for one in case.candidates):
-        job = job_of(candidate.setup, on_gpus)
-        steps = wanted.setdefault(job, {})
-        steps.setdefault((str(candidate.step), candidate.way), []).append(candidate)
+        for way, job in jobs_of(candidate.setup, on_gpus).items():
+            steps = wanted.setdefault(job, {})
+            steps.setdefault((str(candidate.step), way), []).append(candidate)
     done = 0
     for wave in waves(list(wanted), n_devices if on_gpus else 1):
         on_progress(f"jobs {done + 1} to {done + len(wave)} of {len(wanted)}: {', '.join(map(_told, wave))}")
@@ -219,7 +220,7 @@ def measure(
                 report.left_out[f"{_told(job)}: {line.partition(': ')[0]}"] = line.partition(": ")[2]
             for result in found["results"]:
                 for candidate in wanted[job].get((result["case"], result["way"]), ()):
-                    candidate.measured_ms = result["ms"]
+                    candidate.ways_ms[result["way"]] = result["ms"]
     return report
 
 
@@ -258,28 +259,22 @@ def _run(
     jobs: Mapping[InstanceJob, Sequence[str]], on_gpus: bool, way_s: float
 ) -> dict[InstanceJob, dict[str, Any] | str]:
     """Of each job that runs at once the record, or why there is none."""
-    until, first, started = time.monotonic() + way_s, 0, {}
+    first, started = 0, list[ComparedJob]()
     found: dict[InstanceJob, dict[str, Any] | str] = {}
     for job, options in jobs.items():
         environment = only(range(first, first + job.n_devices)) if on_gpus else {}
         if not on_gpus and not job.launch:
             environment = pretended(job.n_devices)
         words = (*job.launch, "bench", "step", *job.options, *options, "--json")
-        started[job] = start(ComparedJob(words, environment))
+        started.append(ComparedJob(words, environment))
         first += job.n_devices
-    try:
-        for job, process in started.items():
-            try:
-                out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late = f"the rest: not done within {way_s:g} s"
-                found[job] = {"results": list(_so_far(end(process))), "failed": [late]}
-                continue
-            # A bench of which one way failed ends with 1, and has told of the others.
-            line = out.strip().splitlines()[-1:] or [""]
-            record = json.loads(line[0]) if line[0].startswith("{") else None
-            found[job] = reason(err) if record is None else record
-    finally:
-        for process in started.values():
-            end(process)
+    for job, ended in zip(jobs, run_at_once(started, way_s), strict=True):
+        if ended.code is None:
+            late = f"the rest: not done within {way_s:g} s"
+            found[job] = {"results": list(_so_far(ended.err)), "failed": [late]}
+            continue
+        # A bench of which one way failed ends with 1, and has told of the others.
+        line = ended.out.strip().splitlines()[-1:] or [""]
+        record = json.loads(line[0]) if line[0].startswith("{") else None
+        found[job] = reason(ended.err) if record is None else record
     return found

@@ -145,6 +145,20 @@ def _parts(found: ChoiceReport, title: str) -> Iterator[Part]:
         ("", _mark, "<"),
     )
     yield table(rows, columns, title=title, section=lambda row: row[0].name)
+    several = [(case, one, way) for case, one in rows if len(one.ways_ms) > 1 for way in one.ways_ms]
+    if several:
+        of_ways: Columns = (
+            ("case", lambda row: row[0].name, "<"),
+            ("plan", lambda row: row[1].name, "<"),
+            ("way", lambda row: row[2], "<"),
+            ("measured, ms", lambda row: row[1].ways_ms[row[2]], ".2f"),
+        )
+        yield table(
+            several,
+            of_ways,
+            title="Of plans with two ways the faster counts",
+            section=lambda row: row[0].name,
+        )
     counted = [case for case in found.cases if case.loss is not None]
     for case in counted:
         assert case.best is not None and case.loss is not None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxlamina.process.gpus import MEMORY_SHARE, n_gpus
 
@@ -52,6 +54,31 @@ def pretended(n: int) -> dict[str, str]:
         return {}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
     return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
+
+
+class EndedJob(NamedTuple):
+    """What a job wrote; ``code``: None of one that was too late, and was ended."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[EndedJob]:
+    """Starts all; gives each as it ended, in their order. Closed before that, it ends the others."""
+    until = time.monotonic() + within_s
+    started: list[subprocess.Popen[str]] = []
+    try:
+        started += [start(job) for job in jobs]
+        for process in started:
+            try:
+                out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
+                yield EndedJob(process.returncode, out, err)
+            except subprocess.TimeoutExpired:
+                yield EndedJob(None, "", end(process))
+    finally:
+        for process in started:
+            end(process)
 
 
 def start(job: ComparedJob) -> subprocess.Popen[str]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxlamina.bench.compared_jobs import ComparedJob, end, launched, only, pretended, reason, start
+from jaxlamina.bench.compared_jobs import ComparedJob, launched, only, pretended, reason, run_at_once
 from jaxlamina.bench.rounds import record_of
+
+_BENCH = ("bench", "throughput")
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,22 @@ def ways(
     """What can be compared on ``n_devices``: unsplit copies, unsplit by tensor parallelism over 2 and more
     (what divides them, and powers of two, which may leave devices idle), and each DOP with each share of the
     attention on model workers. Two model workers and more share out the weights, and keep a share of heads.
+    Tensor parallelism is XLA's over the devices of one process, and this project's over ranks: DOP (n, 0).
     CPU processes all have the same processor."""
     found = [ComparedWay(f"unsplit, {n_devices} copies", _copies(n_devices, 1, on_gpus))]
     for n in range(2, n_devices + 1):
         n_copies, n_idle = divmod(n_devices, n)
         if not n_idle or n.bit_count() == 1:
-            name = f"unsplit, tensor parallel over {n}"
-            name += f", {n_copies} copies" if n_copies > 1 else ""
-            name += f", {n_idle} idle" if n_idle else ""
-            found.append(ComparedWay(name, _copies(n_copies, n, on_gpus)))
+            more = f", {n_copies} copies" if n_copies > 1 else ""
+            more += f", {n_idle} idle" if n_idle else ""
+            of_process, of_ranks = (_copies(n_copies, n, on_gpus, over_ranks) for over_ranks in (False, True))
+            found.append(ComparedWay(f"unsplit, tensor parallel over {n}{more}", of_process))
+            found.append(ComparedWay(f"unsplit, DOP ({n}, 0){more}", of_ranks))
     for a, b in dops:
         for share in shares:
             changes = [f"tensor_parallel={a}"] if a > 1 else []
             changes += ['partition="heads"'] if a > 1 and share != "0" else []
-            words = launched(a, b, changes, "--local-attention", share, on_gpus=on_gpus)
+            words = (*launched(a, b, changes, "--local-attention", share, on_gpus=on_gpus), *_BENCH)
             environment = {} if not on_gpus else only(range(a + b))
             name = f"DOP ({a}, {b}), " + ("Lamina" if share == "0" else f"local attention {share}")
             found.append(ComparedWay(name, (ComparedJob(words, environment),)))
@@ -146,37 +149,29 @@ def _shares(rank: Mapping[str, Any]) -> dict[str, float]:
     return {what: rank[what] for what in ("compute", "exchange", "idle")}
 
 
-def _copies(n: int, n_each: int, on_gpus: bool) -> tuple[ComparedJob, ...]:
-    """``n`` processes, of ``n_each`` devices each, with their shares of the requests."""
+def _copies(n: int, n_each: int, on_gpus: bool, over_ranks: bool = False) -> tuple[ComparedJob, ...]:
+    """``n`` processes, or jobs of ranks, of ``n_each`` devices each, with their shares of the requests."""
     jobs = []
     for i in range(n):
-        words = ["--no-split", "--part", f"{i}/{n}"]
-        words += ["--tensor-parallel", str(n_each)] if n_each > 1 else []
-        environment = only(range(i * n_each, (i + 1) * n_each)) if on_gpus else pretended(n_each)
-        jobs.append(ComparedJob(tuple(words), environment))
+        part = "--part", f"{i}/{n}"
+        words = (*_BENCH, "--no-split", *part, *(("--tensor-parallel", str(n_each)) if n_each > 1 else ()))
+        if over_ranks:
+            words = (*launched(n_each, 0, [f"tensor_parallel={n_each}"], on_gpus=on_gpus), *_BENCH, *part)
+        there = {} if over_ranks else pretended(n_each)
+        environment = only(range(i * n_each, (i + 1) * n_each)) if on_gpus else there
+        jobs.append(ComparedJob(words, environment))
     return tuple(jobs)
 
 
 def _run(way: ComparedWay, options: Sequence[str], way_s: float) -> list[dict[str, Any]] | str:
     """The jobs' records, or why there are none."""
-    until = time.monotonic() + way_s
-    started = [start(replace(job, words=(*_command(job), *options, "--json"))) for job in way.jobs]
-    try:
-        records = []
-        for process in started:
-            out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
-            if process.returncode:
-                return reason(err)
-            records.append(json.loads(out.splitlines()[-1]))
-        return records
-    except subprocess.TimeoutExpired:
-        return f"not done within {way_s:g} s"
-    finally:
-        for process in started:
-            end(process)
-
-
-def _command(job: ComparedJob) -> list[str]:
-    """`bench throughput` with the words of one process, or after those that launch ranks."""
-    bench = ["bench", "throughput"]
-    return [*job.words, *bench] if job.words[-1:] == ("--",) else [*bench, *job.words]
+    records = []
+    jobs = [replace(job, words=(*job.words, *options, "--json")) for job in way.jobs]
+    with closing(run_at_once(jobs, way_s)) as each:
+        for ended in each:
+            if ended.code is None:
+                return f"not done within {way_s:g} s"
+            if ended.code:
+                return reason(ended.err)
+            records.append(json.loads(ended.out.splitlines()[-1]))
+    return records

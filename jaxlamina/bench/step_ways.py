@@ -6,7 +6,7 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -106,6 +106,15 @@ def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
                 raise UserError(f"{case.batch} requests cannot be cut into {n} batches of equal size")
 
 
+def check_unsplit(cluster: Cluster, asked: Mapping[str, Any]) -> None:
+    """``UserError`` for an option of a split, by name what was ``asked``, where there are no attention
+    workers."""
+    if cluster.n_attention == 0 and (given := [name for name, value in asked.items() if value]):
+        raise UserError(
+            f"{given[0]} is about attention workers, of which dop={cluster.dop} has none: leave it out"
+        )
+
+
 @dataclass(frozen=True)
 class Way:
     """How an executor is asked to run a step: with which of its attributes, and whether a chunk of a prompt
@@ -123,11 +132,17 @@ class Way:
 def layouts(
     options: StepOptions, cluster: Cluster, n_kv_heads: Sequence[int]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of split executors: their names, and what they change of the job's cluster.
+    """Of executors over ranks: their names, and what they change of the job's cluster. Without attention
+    workers it is one, of the unsplit model; ``UserError`` where something is asked for that these do.
 
     By requests and by tokens one executor has all shares but 0: with that one model ranks keep no KV, and the
     executor has none for it either. Where they may keep some, a few new tokens stay there whatever the share.
     """
+    if cluster.n_attention == 0:
+        of_split = {"--shares": options.local_attention, "--mini-batches": options.mini_batches}
+        check_unsplit(cluster, of_split | {"--staggered": options.staggered})
+        yield f"unsplit over {cluster.n_ranks} rank{'s'[: cluster.n_ranks > 1]}", {}
+        return
     if not options.local_attention:
         yield "split", {}
         return

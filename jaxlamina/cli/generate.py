@@ -143,7 +143,6 @@ def _check_profile(path: Path, max_tokens: int) -> None:
 
 def _write_profile(console: Console, llm: LLM, path: Path) -> None:
     from jaxlamina.profiling import perfetto
-    from jaxlamina.profiling.timeline import POOLS
 
     recorder: Any = llm.executor
     timeline = recorder.recorded
@@ -151,9 +150,9 @@ def _write_profile(console: Console, llm: LLM, path: Path) -> None:
         console.print(f"no profile: the text ended within {_PROFILE_AFTER + 1} tokens", style="yellow")
         return
     perfetto.write({"decode": timeline}, path)
-    for pool in POOLS:
+    for pool in timeline.pools:
         found = timeline.shares(timeline.ranks_of(pool))
-        shares = ", ".join(f"{kind} {found[kind]:.0%}" for kind in (pool, "exchange", "other", "bubble"))
+        shares = ", ".join(f"{kind} {found[kind]:.0%}" for kind in timeline.kinds_of(pool))
         console.print(f"{pool} pool, of {timeline.step_ms:.2f} ms a step: {shares}", highlight=False)
 
 

@@ -102,7 +102,11 @@ def plan(
         Path | None, typer.Option(help="Draw what each TPOT costs: a .svg, .png or .pdf.")
     ] = None,
     toml: Annotated[
-        Path | None, typer.Option(help="Write the best split plan as a cluster file for launch --config.")
+        Path | None,
+        typer.Option(
+            help="Write the best split plan, or without any the best unsplit one, as a cluster file for "
+            "launch --config."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout, no tables.")] = False,
 ) -> None:
@@ -293,12 +297,9 @@ def _source(notes: list[str]) -> str:
 def _write_toml(path: Path, found: FoundPlans, model: str, line: str) -> None:
     from jaxlamina.planner.cluster_file import cluster_toml
 
-    if not found.split:
-        raise UserError(
-            "--toml: no split plan is within these limits, and an unsplit model needs no such file"
-        )
     try:
-        path.write_text(cluster_toml(found.split[0], model, line), encoding="utf-8")
+        best, *_ = found.split or found.whole  # one of them is not empty: a search without plans has raised
+        path.write_text(cluster_toml(best, model, line), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 

@@ -81,7 +81,7 @@ class Keeping:
             "kept_kv_slots": prefixes.n_places,
             "kept_kv_slots_used": prefixes.n_used,
             "n_kept_tokens": prefixes.n_kept_tokens,
-            "n_kept_hit_tokens": prefixes.n_found_tokens,
+            "n_kept_hit_tokens": self._n_brought,
             "kept_kv_brought_bytes": self._n_brought * self._bytes_per_token,
             "kept_kv_brought_s": self._brought_s,
         }

@@ -131,6 +131,11 @@ class Behind:
         """Begins no other program for so long."""
         self._not_before = time.monotonic() + seconds
 
+    def _rest_over(self) -> None:
+        """Waits until then."""
+        while (left_s := self._not_before - time.monotonic()) > 0 and not self._stopped.is_set():
+            self._stopped.wait(left_s)
+
     def stop(self) -> None:
         """What is being compiled is not waited for."""
         self._stopped.set()
@@ -148,7 +153,7 @@ class Behind:
         _give_way()
         engine, drawn = self._engine, {shape.batch for shape in self._engine.sizes.shapes}
         try:
-            _prepare_drawing(engine, drawn, self._stopped.is_set, usual=False)
+            _prepare_drawing(engine, drawn, self._stopped.is_set, usual=False, before_each=self._rest_over)
             while self._todo and not self._stopped.is_set():
                 these = self._next()
                 self._compile(these, drawn)
@@ -177,8 +182,7 @@ class Behind:
         engine = self._engine
         compiles = []
         for shape in these:
-            while (left_s := self._not_before - time.monotonic()) > 0 and not self._stopped.is_set():
-                self._stopped.wait(left_s)
+            self._rest_over()
             compiles.append(_later(engine, shape, behind=True))
 
         def prepare_drawing() -> None:
@@ -186,7 +190,13 @@ class Behind:
                 if shape.batch not in drawn:
                     drawn.add(shape.batch)
                     for usual in (True, False):
-                        _prepare_drawing(engine, {shape.batch}, self._stopped.is_set, usual=usual)
+                        _prepare_drawing(
+                            engine,
+                            {shape.batch},
+                            self._stopped.is_set,
+                            usual=usual,
+                            before_each=self._rest_over,
+                        )
                 if shape.of_all:
                     _prepare_scores(engine, shape)
 
@@ -277,15 +287,27 @@ def _compile_ahead(
         ahead.forget()
 
 
-def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool], *, usual: bool) -> None:
+def _prepare_drawing(
+    engine: Engine,
+    n_rows: set[int],
+    stopped: Callable[[], bool],
+    *,
+    usual: bool,
+    before_each: Callable[[], None] = lambda: None,
+) -> None:
     """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``:
     those that every request needs one of, or the others."""
+
+    def compile_for(n: int) -> None:
+        before_each()
+        engine.drawing.compile(executor.device, n, longest, usual=usual)
+
     executor = engine.executor
     longest = engine.admission.max_model_len
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
     try:
         for n in sorted(n_rows):
-            ahead.begin(n, partial(engine.drawing.compile, executor.device, n, longest, usual=usual))
+            ahead.begin(n, partial(compile_for, n))
         for n in sorted(n_rows):
             if stopped():
                 return

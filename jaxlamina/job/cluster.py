@@ -31,6 +31,16 @@ JOB = "JAXLAMINA_JOB"
 _TLS = ("control_certfile", "control_keyfile", "control_cafile")
 _OWN = ("control", "job_secret_file", *_TLS)
 
+# What is about attention workers, and the values that go without any.
+_OF_ATTENTION_WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "local_attention": ((1, "auto"), "leaves KV to attention workers"),
+    "partition": (("heads", "auto"), "is what attention workers share out"),
+    "n_batches": ((1, None, "auto"), "staggers batches, while attention workers attend to others"),
+    "mini_batches": ((1,), "cuts up messages to attention workers"),
+    "prefill_workers": ((0,), "would send prompts to attention workers"),
+    "kv_replicas": ((0,), "copies what attention workers keep"),
+}
+
 
 def _seconds(default: float, help: str) -> Any:
     return option(default, help, least=0, above=True, rule="a number of seconds above 0")
@@ -58,7 +68,8 @@ class Cluster(ModelOptions):
     dop: tuple[int, int] = option(
         (1, 1),
         "Model workers, each with the whole model unless `tensor_parallel` or `pipeline_parallel` says "
-        "otherwise, and attention workers. Ranks 0 … a - 1, then b more.",
+        "otherwise, and attention workers. Ranks 0 … a - 1, then b more. `a,0`: the unsplit model over its "
+        "model workers, which keep all KV.",
         check=_check_dop,
     )
     transport: Literal["mpi", "xla"] = option(
@@ -197,6 +208,8 @@ class Cluster(ModelOptions):
         self._check_combination()
 
     def _check_combination(self) -> None:
+        if self.n_attention == 0:
+            self._check_unsplit()
         self._check_pipelining()
         if self.control_certfile is None and (self.control_keyfile or self.control_cafile):
             raise UserError("control_keyfile and control_cafile go with control_certfile: give that, too")
@@ -206,7 +219,7 @@ class Cluster(ModelOptions):
                 "leave one of them out"
             )
         if self.transport == "xla":
-            if self.model_platform != self.attention_platform:
+            if not self.is_one_platform:
                 raise UserError(
                     f"transport='xla' needs one platform for both pools, not model_platform="
                     f"{self.model_platform!r} and attention_platform={self.attention_platform!r}: make them "
@@ -214,6 +227,18 @@ class Cluster(ModelOptions):
                 )
             if self.control == self.coordinator:
                 raise UserError(f"control and coordinator are both {self.control!r}: take two ports")
+
+    def _check_unsplit(self) -> None:
+        for name, (possible, what) in _OF_ATTENTION_WORKERS.items():
+            if (value := getattr(self, name)) not in possible:
+                raise UserError(
+                    f"{name}={value!r} {what}, of which dop={self.dop} has none: leave {name} out"
+                )
+        if (a := self.n_model) > 1 and self.tensor_parallel == self.pipeline_parallel == 1:
+            raise UserError(
+                f"dop={self.dop} has {a} copies of the model, and no attention workers that these could have "
+                f"in common: take tensor_parallel={a}, or {a} jobs of dop=(1, 0)"
+            )
 
     def _check_pipelining(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel"):
@@ -282,9 +307,11 @@ class Cluster(ModelOptions):
 
     @property
     def local_share(self) -> float | Literal["auto"]:
-        """``local_attention``, or 0 where model workers cannot keep any KV, or where it does not follow the
-        load: with messages in parts, which are of all tokens, and on shards of the model, unless heads are
-        asked for by name."""
+        """``local_attention``, or where it is "auto": 1 without attention workers; 0 where model workers
+        cannot keep any KV, or where it does not follow the load: with messages in parts, which are of all
+        tokens, and on shards of the model, unless heads are asked for by name."""
+        if self.n_attention == 0:
+            return 1.0
         if self.local_attention != "auto":
             return self.local_attention
         is_fixed = self.mini_batches > 1 or (self.tensor_parallel > 1 and self.partition != "heads")
@@ -320,6 +347,8 @@ class Cluster(ModelOptions):
 
     def n_batches_on(self, platform: str) -> int | Literal["auto"]:
         """``n_batches``, or what that is where it is None and model workers have devices of ``platform``."""
+        if self.n_attention == 0:
+            return 1
         if self.n_batches is not None:
             return self.n_batches
         if self.mini_batches > 1:
@@ -347,6 +376,11 @@ class Cluster(ModelOptions):
     @property
     def pools(self) -> Pools:
         return Pools(*self.dop, n_prefill=self.prefill_workers)
+
+    @property
+    def is_one_platform(self) -> bool:
+        """Whether all ranks have devices of the same kind, as far as the file says it."""
+        return self.n_attention == 0 or self.model_platform == self.attention_platform
 
     @property
     def n_replicas(self) -> int:

@@ -33,7 +33,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Pools:
-    """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks.
+    """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks. With none
+    of these the compute-pool ranks keep all KV: the unsplit model.
 
     n_replicas: how many copies of the model the compute pool holds; each is sharded over n_model / n_replicas
     ranks. n_prefill: ranks that compute prompts and nothing else (§5); DOP does not count them.
@@ -45,12 +46,10 @@ class Pools:
     n_prefill: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("n_model", "n_attention", "n_replicas"):
+        for name, least in (("n_model", 1), ("n_attention", 0), ("n_replicas", 1), ("n_prefill", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name}={value!r} must be a whole number, at least 1")
-        if isinstance(self.n_prefill, bool) or not isinstance(self.n_prefill, int) or self.n_prefill < 0:
-            raise UserError(f"n_prefill={self.n_prefill!r} must be a whole number, at least 0")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"{name}={value!r} must be a whole number, at least {least}")
         if self.n_model % self.n_replicas:
             raise UserError(f"n_model={self.n_model} must be a multiple of n_replicas={self.n_replicas}")
 

@@ -128,7 +128,6 @@ class KeptPrefixes:
         self._free: list[list[int]] = []
         self._read()
         self.n_kept_tokens = 0
-        self.n_found_tokens = 0
 
     def _read(self) -> None:
         low = self._records["low"]
@@ -175,7 +174,6 @@ class KeptPrefixes:
         differs = self._records["high"][places] != digests.high[: len(places)]
         places = places[: int(differs.argmax()) if differs.any() else len(places)]
         self._use(places, digests.first)
-        self.n_found_tokens += len(places)
         return places
 
     def add(self, digests: Digests, keepers: Int[np.ndarray, " n"]) -> Kept:

@@ -42,8 +42,8 @@ def chosen_partition(
     shapes then depend least on which requests are in it. ``n_ranks``, ``UserError``: as of
     `checked_partition`.
     """
-    if partition == AUTO and n_ranks > 1 and local_share:
-        partition = "heads"  # which model ranks have shared out already
+    if partition == AUTO and (local_share == 1 or (n_ranks > 1 and local_share)):
+        partition = "heads"  # of which model ranks have all, or which they have shared out already
     elif partition == AUTO:
         partition = "heads" if _by_heads(n_workers, n_kv_heads, local_share) else "tokens"
     checked_partition(partition, n_workers, n_kv_heads, local_share, n_ranks)
@@ -97,12 +97,19 @@ def checked_partition(
     worker none. ``n_ranks``: model ranks that share out a layer's heads."""
     if partition not in PARTITIONS:
         raise UserError(f"{partition=} must be one of {', '.join((AUTO, *PARTITIONS))}")
-    if n_workers < 1:
-        raise UserError(f"attention_workers={n_workers} must be at least 1")
+    if n_workers < (least := 0 if local_share == 1 else 1):
+        raise UserError(f"attention_workers={n_workers} must be at least {least}")
     if partition != "heads":
         return
     if share := share_by_heads(local_share, n_workers, n_kv_heads, n_ranks):
         bad = [k for k in n_kv_heads if local_heads(k, n_workers, share, n_ranks) is None]
+        if bad and n_workers == 0:
+            divides = max(n for n in range(1, n_ranks) if all(k % n == 0 for k in n_kv_heads))
+            raise UserError(
+                f"without attention workers each of {n_ranks} model workers keeps as many of a layer's "
+                f"{bad[0]} KV heads, which {n_ranks} does not divide: take "
+                f"dop=({divides}, 0) with tensor_parallel={divides}, or attention workers"
+            )
         if bad and n_ranks > 1:
             able = [b for b in range(1, bad[0]) if local_heads(bad[0], b, 0.5, n_ranks) is not None]
             fewer = f"{' or '.join(map(str, able))} attention workers, or " if able and share < 1 else ""

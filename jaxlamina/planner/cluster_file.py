@@ -1,4 +1,4 @@
-"""A split plan as a cluster file, which `jaxlamina launch --config` takes as it is."""
+"""A plan as a cluster file, which `jaxlamina launch --config` takes as it is."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from jaxlamina.planner.search import PoolPlan, describe
 
 def cluster_toml(plan: PoolPlan, model: str, line: str) -> str:
     """``model``: a name in `configs/models`, of which a job has random weights, or a config.json in a folder
-    with the weights. ``line``: what was said of the plan, for a comment. Asserts a split plan."""
+    with the weights. ``line``: what was said of the plan, for a comment."""
     setup = plan.setup
-    assert setup.memory is not None, "an unsplit model needs no cluster file"
-    platforms = [_platform(terms.hardware.name) for terms in (setup.compute, setup.memory)]
+    devices = setup.compute, setup.memory or setup.compute
+    platforms = [_platform(terms.hardware.name) for terms in devices]
+    of_split = {
+        "partition": setup.partition,
+        "local_attention": setup.local_share,
+        "n_batches": setup.n_batches,
+    }
     values: dict[str, object] = {
         "dop": [setup.n_model, setup.n_attention],
         **_weights(model),
         "transport": "xla" if platforms[0] == platforms[1] else "mpi",
-        "partition": setup.partition,
-        "local_attention": setup.local_share,
-        "n_batches": setup.n_batches,
+        **(of_split if setup.is_split else {}),
         "dtype": "bfloat16",
         "max_num_seqs": plan.n_rows,
     }

@@ -95,6 +95,17 @@ class Timeline:
     def ranks_of(self, pool: Pool) -> list[int]:
         return [trace.rank for trace in self.traces if trace.pool == pool]
 
+    @property
+    def pools(self) -> list[Pool]:
+        """Those of a decode step that have ranks: without attention workers only model workers."""
+        return [pool for pool in POOLS if self.ranks_of(pool)]
+
+    def kinds_of(self, pool: Pool) -> list[Kind]:
+        """What a pool's ranks spend time on: their own work, what is no work, and of attention what model
+        ranks compute."""
+        ms = self.ms(self.ranks_of(pool))
+        return [kind for kind in KINDS if kind not in POOLS or kind == pool or ms[kind]]
+
 
 def timeline(traces: Iterable[RankTrace], n_dropped: int = 1) -> Timeline:
     """Puts the ranks together, whatever their order. The first ``n_dropped`` steps, in which some ranks still

@@ -54,9 +54,10 @@ def local_share_of(
     share = cluster.local_share
     if why_no_heads and share:
         if share != AUTO:
+            instead = "local_attention=0" if cluster.n_attention else "fewer of them, or attention workers"
             raise UserError(
                 f"local_attention={share:g} with tensor_parallel={cluster.tensor_parallel} is some of each "
-                f"model worker's own heads, and {why_no_heads}: take local_attention=0"
+                f"model worker's own heads, and {why_no_heads}: take {instead}"
             )
         return 0.0
     known = cluster.n_attention, n_kv_heads, cluster.tensor_parallel

@@ -231,7 +231,7 @@ class Shards:
         if not eqn.params["to_first"]:
             parts, last = self._transport.every(x, self.ranks, after)
         elif self.index:
-            tie = self._transport.send(x, self.ranks[0], after)
+            tie = self._transport.send_part(x, self.ranks[0], len(self.ranks) - 1, after)
             return jnp.zeros(shape_of(eqn.outvars[0]), x.dtype), tie
         else:
             found = self._transport.recv_each(like, self.ranks[1:], after)

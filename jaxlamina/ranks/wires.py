@@ -145,7 +145,7 @@ def links_of_rank(layout: Layout, replica: int, rank: int, spec: AttentionSpec, 
     shared = layout.by_heads and layout.attends_locally
     pooled = spec.n_kv_heads - (layout.local_heads(spec.n_kv_heads) if shared else 0)
     own = [link for link in layout.links(replica, pooled) if link.rank == rank]
-    first = own[0].heads.start
+    first = min((link.heads.start for link in own), default=0)
     return [(link.worker, _linked(link.heads, first, spec, n_each)) for link in own]
 
 

@@ -83,7 +83,7 @@ class AutoStaggering:
         predicted = self._predicted_s(n_rows, context)
         if predicted and len(predicted) > 1:
             return min(s for n, s in predicted.items() if n > 1) < MAY_PAY * predicted[1]
-        if cluster.attention_platform != cluster.model_platform or self._group.transport.name == "mpi":
+        if not cluster.is_one_platform or self._group.transport.name == "mpi":
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self._specs) / len(self._group.workers)
         return kv_bytes > tree_bytes(self._model.params) / 2

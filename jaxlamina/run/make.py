@@ -102,7 +102,8 @@ class ModelPlace:
         """The memory pool, as people are told."""
         if self.group is None:
             return str(self.attention_devices[0])
-        ranks = ", ".join(f"rank {rank}" for rank in self.group.workers)
+        keepers = self.group.workers or self.group.cluster.pools.model_ranks
+        ranks = ", ".join(f"rank {rank}" for rank in keepers)
         return f"{ranks} by {self.group.cluster.transport}"
 
     @property

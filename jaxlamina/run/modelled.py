@@ -147,8 +147,13 @@ def _deployment(
     from jaxlamina.ranks.cluster_layout import local_share_of, q_first_of
 
     cluster = group.cluster
-    if cluster.attention_platform != cluster.model_platform:
+    if not cluster.is_one_platform:
         raise UserError("the other pool's devices are not known here")
+    n, shards = cluster.n_model, cluster.tensor_parallel
+    if cluster.n_attention == 0:
+        sums = known.link(group.link_name) if shards > 1 else None
+        how = {"pipeline_parallel": cluster.pipeline_parallel, **sizes}
+        return Deployment(config, known.terms, n_model=n, tensor_parallel=shards, model_link=sums, **how)
     partition: Any = place.partition
     share = local_share_of(cluster, place.partition, model.kv_heads)
     return Deployment(
@@ -156,9 +161,9 @@ def _deployment(
         known.terms,
         known.terms,
         known.link(group.link_name),
-        n_model=cluster.n_model,
+        n_model=n,
         n_attention=cluster.n_attention,
-        tensor_parallel=cluster.tensor_parallel,
+        tensor_parallel=shards,
         partition=partition,
         local_share=0.0 if isinstance(share, str) else share,
         mode="fixed" if cluster.pipelining_mode == "fixed" else "rotational",

@@ -138,8 +138,7 @@ class RanksExecutor(Executor):
         kv_heads = [spec.n_kv_heads for spec in self.specs]
         checked_partition(partition, len(group.workers), kv_heads, share, cluster.tensor_parallel)
         # The other pool's devices are not known here, but that they are of the same platform.
-        alike = cluster.attention_platform == cluster.model_platform
-        self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
+        self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if cluster.is_one_platform else "coarse"
         self.q_first = q_first_of(cluster, group.transport)
         self.n_batches = cluster.n_batches_on(group.device.platform)
         self.latest_n_batches = 1  # of the last decode step

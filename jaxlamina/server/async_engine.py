@@ -24,6 +24,7 @@ from jaxlamina.server.workshop import Busy, Workshop, in_thread
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _COMPILING_AT_ONCE = 2  # grammars
+_AGAIN_GRAMMAR_S = 120.0  # for one that was compiled before: all come at once in a new process
 _LOOK_S = 0.02  # whether requests have ended that a pause waits for
 NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
 NONE: Mapping[int, int] = {}
@@ -172,6 +173,7 @@ class AsyncEngine:
         n_given: Mapping[int, int] = NONE,
         n_cached: Mapping[int, int] = NONE,
         n_together: int = 0,
+        was_taken: bool = False,
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
@@ -180,10 +182,11 @@ class AsyncEngine:
         requests whose parameters have none, None: any. ``written``, ``n_given``, ``n_cached``: as of
         `Engine.add_job`, by prompt; the first is left out of those that begin anew. Raises `UserError` for
         what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of
-        ours. ``n_together``: as of `EngineThread.expect`, 0 for who comes alone.
+        ours. ``n_together``: as of `EngineThread.expect`, 0 for who comes alone. ``was_taken``: by a process
+        before this one, so nothing is too much at once.
         """
         self.check_ready()
-        if counted and self.n_open >= self.max_concurrent:
+        if counted and not was_taken and self.n_open >= self.max_concurrent:
             raise TooMany(f"{self.max_concurrent} requests are being answered already: try again later")
         answers = Answers(self, prompts, counted)
         self._open.add(answers)
@@ -191,7 +194,7 @@ class AsyncEngine:
         reply: Reply[None] = Reply(self._loop)
         self._thread.expect(n_together)
         try:
-            matcher = await self._compiled(params)
+            matcher = await self._compiled(params, _AGAIN_GRAMMAR_S if was_taken else self._grammar_timeout_s)
             jobs = await in_thread(self._jobs, prompts, params, matcher, seed)
             again = [written.get(which, ()) if job.may_go_on else () for which, job in enumerate(jobs)]
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
@@ -215,18 +218,15 @@ class AsyncEngine:
             raise
         return answers
 
-    async def _compiled(self, params: SamplingParams) -> Matcher | None:
+    async def _compiled(self, params: SamplingParams, timeout_s: float) -> Matcher | None:
         """The grammar of ``params``, if they have one."""
         if params.structured_outputs is None:
             return None
         try:
-            return await self._compiling.run(
-                lambda: self._engine.admission.matcher(params), self._grammar_timeout_s
-            )
+            return await self._compiling.run(lambda: self._engine.admission.matcher(params), timeout_s)
         except TimeoutError:
             raise UserError(
-                f"structured_outputs take longer than {self._grammar_timeout_s:g} s to compile: ask for "
-                f"something simpler"
+                f"structured_outputs take longer than {timeout_s:g} s to compile: ask for something simpler"
             ) from None
         except Busy:
             raise TooMany("other requests' structured_outputs are being compiled: try again later") from None

@@ -229,8 +229,9 @@ class EngineThread:
                     "n_given": message.n_given.get(index, 0),
                     "n_cached": message.n_cached.get(index),
                 }
-                self._engine.add_job(job, **before, **how)
+                # First: of one that the engine has taken and cannot go on with, nothing may stay there.
                 self._running[job.request_id] = _Running(message.answers, index, now)
+                self._engine.add_job(job, **before, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             self._abort(message.answers)
             message.reply.fail(error)
@@ -251,8 +252,8 @@ class EngineThread:
     def _abort(self, answers: Any) -> None:
         for request_id in [id_ for id_, running in self._running.items() if running.answers is answers]:
             del self._running[request_id]
-            self._engine.abort(request_id)
-            self._observer.aborted()
+            if self._engine.abort(request_id) is not None:
+                self._observer.aborted()
 
     def _give_out(self, events: Sequence[TokenEvent]) -> None:
         now = time.perf_counter()

@@ -38,7 +38,8 @@ def check_may_operate(request: Request, keys: ApiKeys, *, by_socket: bool = Fals
 class Gate:
     """``why_not()``: why the server takes no request now, or None. What is outside of ``/v1`` needs no key,
     but what tells of the server's options or throws away what it has stored. ``supervisor``: what one proves
-    itself by, who needs no key."""
+    itself by, who needs no key, and whose requests may be of any size: their bodies have passed its own gate,
+    and with them comes what they have written."""
 
     def __init__(
         self,
@@ -73,24 +74,31 @@ class Gate:
             # What needs the engine.
             if scope["method"] == "POST" and (reason := self._why_not()) is not None:
                 return unavailable(reason)
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._limit(scope):
-            return _too_large(self._limit(scope))
+        length, limit = headers.get("content-length", ""), self._limit(scope)
+        if limit is not None and length.isdecimal() and int(length) > limit:
+            return _too_large(limit)
         return None
+
+    def _is_supervisors(self, headers: Headers) -> bool:
+        given = headers.get(HEADER, "").encode("latin-1")
+        return self._supervisor is not None and hmac.compare_digest(given, self._supervisor)
 
     def _may(self, headers: Headers) -> bool:
         """What comes by the supervisor has passed its gate."""
-        given = headers.get(HEADER, "").encode("latin-1")
-        if self._supervisor is not None and hmac.compare_digest(given, self._supervisor):
+        if self._is_supervisors(headers):
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         return self._keys.has(key.encode("latin-1")) and scheme.lower() == "bearer"
 
-    def _limit(self, scope: Scope) -> int:
+    def _limit(self, scope: Scope) -> int | None:
+        if scope["path"].startswith(f"{PATH}/") and self._is_supervisors(Headers(scope=scope)):
+            return None
         return MAX_FILE_BYTES + _FORM_BYTES if scope["path"] == _UPLOADS else self._max_body_bytes
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
         limit, taken = self._limit(scope), 0
+        if limit is None:
+            return receive
 
         async def counted() -> Message:
             nonlocal taken

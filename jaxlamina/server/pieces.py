@@ -28,7 +28,9 @@ class Follow(msgspec.Struct, frozen=True):
     """What makes an answer the same in another process: ``key``, of which its ids are made, ``created`` (Unix
     time), ``seed``, for what has none, and of prompts by number the tokens ``written`` so far, how many of
     these need not be told again (``n_given``), and how many of their own had their KV there at first
-    (``n_cached``). ``n_together``: requests that go on, this one with them, and are asked for at once."""
+    (``n_cached``). ``n_together``: requests that go on, this one with them, and are asked for at once.
+    ``was_taken``: an earlier process has accepted it, so that what is too much at once is no reason to refuse
+    it."""
 
     key: str
     created: int
@@ -37,6 +39,7 @@ class Follow(msgspec.Struct, frozen=True):
     n_given: tuple[tuple[int, int], ...] = ()
     n_cached: tuple[tuple[int, int], ...] = ()
     n_together: int = 0
+    was_taken: bool = False
 
 
 class Opening(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jaxlamina.profiling.timeline import POOLS, Timeline
+from jaxlamina.profiling.timeline import Timeline
 
 _N_STEPS = 3
 _log = logging.getLogger("uvicorn.error")
@@ -66,10 +66,10 @@ class PoolTimes:
     def _take(self, found: Timeline) -> None:
         seconds: dict[tuple[str, str], float] = {}
         shares: dict[str, float] = {}
-        for pool in POOLS:
+        for pool in found.pools:
             ranks = found.ranks_of(pool)
-            ms: Mapping[str, float] = found.ms(ranks)  # type: ignore[assignment]
-            seconds |= {(pool, kind): ms[kind] / 1e3 for kind in (pool, "exchange", "other", "bubble")}
+            ms = found.ms(ranks)
+            seconds |= {(pool, kind): ms[kind] / 1e3 for kind in found.kinds_of(pool)}
             shares[pool] = found.shares(ranks)["bubble"]
         self.seconds, self.bubble_shares = seconds, shares
         self.n_recorded, self.latest_error = self.n_recorded + 1, ""

@@ -102,6 +102,7 @@ class Service:
                 before = {"written": dict(follow.written), "n_cached": dict(follow.n_cached)}
                 before |= {} if form.counts_events else {"n_given": dict(follow.n_given)}
                 how |= {"seed": follow.seed, "n_together": follow.n_together, **before}
+                how["was_taken"] = follow.was_taken
             return form, await self.engine.submit(prompts, params, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             raise _of(error) from None

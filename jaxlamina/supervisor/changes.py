@@ -101,10 +101,8 @@ class JobCommand:
         if self.workers is None:
             raise ValueError("one process has no workers to add: serve over ranks, by jaxlamina launch")
         new = self.workers.after(change)
-        if min(new.model, new.attention) < 1 or new.prefill < 0:
-            raise ValueError(
-                f"{new} is no job: at least one model worker and one attention worker are needed"
-            )
+        if new.model < 1 or min(new.attention, new.prefill) < 0:
+            raise ValueError(f"{new} is no job: it has fewer than one model worker, or than none of others")
         of_them = [f'dop="{new.model},{new.attention}"', f"prefill_workers={new.prefill}"]
         told = [word for key in of_them for word in ("--set", key)]
         at = self.words.index("--")  # what launch.local is told last counts

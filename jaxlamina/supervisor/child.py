@@ -87,6 +87,7 @@ class SupervisedJob:
         self._leaving = Leaving()
         self._is_changing = False
         self._planned = ""  # why the one that runs is ended, where somebody asked for it
+        self.planned: set[int] = set()  # numbers of starts that were ended so
         self._before: JobCommand | None = None  # the command until then, while the new one is not ready
         self.command, self._folder = command, folder
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
@@ -208,6 +209,7 @@ class SupervisedJob:
                 await self._make_ready(new, deadline_s)
                 self._check_does_not_end()  # what the job finishes is not to be cut off
             self._before, self.command, self._planned = self.command, new, why
+            self.planned.add(n)
             self._running.process.kill()
             await self.ready(deadline_s, after=n)
             if self.command != new:

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxlamina.process.memory_reserve import MemoryReserve
@@ -176,24 +176,25 @@ class Front:
             reason = f"from={asked!r:.40} must be how many events there were already; of several choices"
             raise ApiError(400, f"{reason} how many of each, as 12,11", param="from")
         had = [int(word) for word in asked.split(",")]
-        await unless_gone(request, answer.begun())
-        if not answer.is_stream:
+        self._requests.reads(answer)
+        over = partial(self._requests.reads_no_more, answer)
+        try:
+            await unless_gone(request, answer.begun())
+            if answer.is_stream:
+                events = _events_after(answer, had)
+                return EndingStream(events, over, media_type="text/event-stream", headers=_named(answer))
             await unless_gone(request, answer.over())
-            return _whole(answer)
-        n = answer.n_choices
-        if len(had) not in (1, n) or (n > 1 and answer.is_of_before and len(had) == 1 and had[0]):
-            # Choices' events come among each other otherwise in another process.
-            example = ",".join(["12"] * min(n, 3) + ["…"] * (n > 3))
-            reason = f"the answer has {n} choices: say how many events there were of each, as from={example}"
-            raise ApiError(400, reason, param="from")
-        if n > 1 and had == [0]:
-            had *= n
-        events = _after_each(answer, had) if len(had) > 1 else _after(answer, had[0])
-        return StreamingResponse(events, media_type="text/event-stream", headers=_named(answer))
+        except BaseException:
+            over()
+            raise
+        over()
+        return _whole(answer)
 
     def _found(self, request: Request) -> FollowedRequest:
         key = request.path_params["key"]
         answer = self._requests.find(key)
+        if answer is None and self._requests.is_to_come(key):
+            raise unavailable("the request goes on once the job is ready: ask again later")
         if answer is None:
             raise ApiError(
                 404, f"there is no request {key!r:.80}, or it ended long ago", type="not_found_error"
@@ -321,6 +322,19 @@ def _choice_of(event: str) -> int | None:
     except msgspec.MsgspecError:
         return None
     return choices[0].index if choices else None
+
+
+def _events_after(answer: FollowedRequest, had: Sequence[int]) -> AsyncIterator[str]:
+    """A stream's events but those that a client ``had``, in all or of each choice, with ids. `ApiError`."""
+    n = answer.n_choices
+    if len(had) not in (1, n) or (n > 1 and answer.is_of_before and len(had) == 1 and had[0]):
+        # Choices' events come among each other otherwise in another process.
+        example = ",".join(["12"] * min(n, 3) + ["…"] * (n > 3))
+        reason = f"the answer has {n} choices: say how many events there were of each, as from={example}"
+        raise ApiError(400, reason, param="from")
+    if n > 1 and list(had) == [0]:
+        had = [0] * n
+    return _after_each(answer, had) if len(had) > 1 else _after(answer, had[0])
 
 
 async def _after(answer: FollowedRequest, n: int) -> AsyncIterator[str]:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,11 +32,12 @@ MOST_TRIES = 4
 be why."""
 _SUSPECT = 2
 """Such times from which a request is asked for alone, so that it does not take others with it."""
-_ALONE_S, _LOOK_S = 60.0, 0.02  # that it waits for the others at most
+_ALONE_S, _LOOK_S = 60.0, 1.0  # that it waits for the others at most, once a job is ready
 LEAST_TO_ACCEPT = 0.5
 """Of the memory's reserve: with less, what is left is for requests that are there already."""
 _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
 _EVENT_BYTES = 64  # of a Python string, beside its letters
+_TOKEN_BYTES, _REQUEST_BYTES = 40, 3000  # of a number in a list, and of all that holds a request together
 _AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
@@ -49,7 +50,7 @@ class _Gone(Exception):
 
 
 class _NotTaken(_Gone):
-    """And had not begun it."""
+    """And had not begun it, or has no room for it now."""
 
 
 @dataclass(eq=False)
@@ -72,6 +73,8 @@ class FollowedRequest:
     to_compute: dict[int, int] = field(default_factory=dict)  # tokens of prompts that go on, not begun yet
     ended_at: float = 0.0
     n_bytes: int = 0  # that it takes once it has ended
+    n_readers: int = 0  # clients that have asked for it by its key, and read
+    is_left: bool = False  # who sent it has gone, while others read
     last_token_at: float = 0.0
     waits_since: float = 0.0  # its job went away
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,6 +89,11 @@ class FollowedRequest:
         if self.status:
             return "finished" if self.status == 200 else "failed"
         return "running" if self.is_open else "waiting"
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether a job has accepted it, this one's or an earlier supervisor's."""
+        return self.is_stream is not None or self.is_of_before
 
     @property
     def n_tokens(self) -> int:
@@ -119,19 +127,23 @@ class FollowedRequest:
     def end(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.status, self.content, self.headers = status, content, headers or {}
         of_events = sum(map(len, self.events)) + _EVENT_BYTES * len(self.events)
-        self.n_bytes = len(content) + len(self.entry.body) + of_events
+        of_tokens = _TOKEN_BYTES * self.n_tokens + _REQUEST_BYTES
+        self.n_bytes = len(content) + len(self.entry.body) + of_events + of_tokens
         self.ended_at = time.monotonic()
         self.note()
 
-    def fail(self, error: ApiError) -> None:
-        """Where no job has said how: as a stream's last event, or as an error."""
-        content = bytes(JsonResponse(error.body()).body)
+    def refuse(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        """Ends it with an error, JSON ``content``: as a stream's last event, where events have gone out."""
         if self.is_open and self.is_stream:
             is_typed = self.entry.path.endswith("/responses")
             kind = "event: error\n" if is_typed else ""
-            self.events.append(f"{kind}data: {content.decode('ascii')}\n\n")
+            self.events.append(f"{kind}data: {content.decode('utf-8', 'replace')}\n\n")
             self.events += [] if is_typed else ["data: [DONE]\n\n"]
-        self.end(error.status, content)
+        self.end(status, content, headers)
+
+    def fail(self, error: ApiError) -> None:
+        """Where no job has said how."""
+        self.refuse(error.status, bytes(JsonResponse(error.body()).body))
 
 
 class FollowedRequests:
@@ -146,6 +158,9 @@ class FollowedRequests:
         # Their job went away, they have no token since, and it need not be because of them.
         self._waiting: set[FollowedRequest] = set()
         self._tried: FollowedRequest | None = None  # a suspect that the job works at
+        self._turns = asyncio.Event()  # set where a suspect may be asked for
+        self._ended: deque[FollowedRequest] = deque()  # as they ended, and
+        self._ended_bytes = 0  # what they take
         # Of an earlier supervisor.
         self._before, self._model_before = list(journal.entries()), journal.model()
         self._ended_before: dict[str, Entry] = {}
@@ -170,6 +185,7 @@ class FollowedRequests:
                 "the server has another model now than the one that worked at this request: send it again"
             )
             request.fail(ApiError(410, reason, code="other_model"))
+            self._has_ended(request)
             self._journal.ended(entry.key)
         return 0, len(left)
 
@@ -186,14 +202,34 @@ class FollowedRequests:
             return self._begin(self._ended_before.pop(key), is_of_before=True)
         return self._all.get(key)
 
+    def is_to_come(self, key: str) -> bool:
+        """Whether it is one of an earlier supervisor, which goes on once a job is ready."""
+        return any(entry.key == key for entry in self._before)
+
+    def reads(self, request: FollowedRequest) -> None:
+        """A client reads it by its key: until `reads_no_more` it is not ended because who sent it has gone.
+        They may be one."""
+        request.n_readers += 1
+
+    def reads_no_more(self, request: FollowedRequest) -> None:
+        request.n_readers -= 1
+        if request.is_left:
+            self.abandon(request)
+
     def abandon(self, request: FollowedRequest) -> None:
-        """Its client has gone; or without memory its connection may have: then it can be asked for."""
-        if not request.status and not self._job.ends() and self._memory.has(LEAST_TO_ACCEPT):
-            if request.task is not None:
-                request.task.cancel()
-            self._all.pop(request.key, None)
-            self._waits_no_more(request)
-            self._journal.forget(request.key)
+        """Who sent it has gone; or without memory the connection may have: then it can be asked for. It
+        goes on while others read it."""
+        if request.status or self._job.ends() or not self._memory.has(LEAST_TO_ACCEPT):
+            return
+        request.is_left = True
+        if request.n_readers:
+            return
+        if request.task is not None:
+            request.task.cancel()
+        self._all.pop(request.key, None)
+        self._waits_no_more(request)
+        self._journal.forget(request.key)
+        request.fail(ApiError(410, "who sent this request went away before it was finished", code="gone"))
 
     async def settle(self) -> None:
         """Waits until nothing is open."""
@@ -210,14 +246,16 @@ class FollowedRequests:
         self._forget_old()
         return request
 
+    def _has_ended(self, request: FollowedRequest) -> None:
+        self._ended.append(request)
+        self._ended_bytes += request.n_bytes
+
     def _forget_old(self) -> None:
-        ended = [request for request in self._all.values() if request.status]
-        late, n_bytes = time.monotonic() - KEEP_S, sum(request.n_bytes for request in ended)
-        for request in ended:
-            if request.ended_at > late and n_bytes < _MOST_KEPT_BYTES:
-                return
-            n_bytes -= request.n_bytes
-            del self._all[request.key]
+        late = time.monotonic() - KEEP_S
+        while self._ended and (self._ended[0].ended_at <= late or self._ended_bytes >= _MOST_KEPT_BYTES):
+            request = self._ended.popleft()
+            self._ended_bytes -= request.n_bytes
+            self._all.pop(request.key, None)
             self._journal.forget(request.key)
 
     async def _answer(self, request: FollowedRequest) -> None:
@@ -230,12 +268,18 @@ class FollowedRequests:
                 try:
                     await self._ask(running, request)
                 except (_Gone, httpx.HTTPError, OSError, MemoryError) as error:
-                    request.waits_since = request.waits_since or time.monotonic()
+                    now = time.monotonic()
+                    request.waits_since = request.waits_since or now
                     self._waits_no_more(request)
                     self._waiting.add(request)
                     if request.n_tokens > n_tokens:  # so it is not this one that the job dies of
                         n_tries, n_tokens = 0, request.n_tokens
-                    n_tries += not isinstance(error, _NotTaken | httpx.ConnectError)
+                    not_begun = isinstance(error, _NotTaken | httpx.ConnectError)
+                    # One that is ended on purpose, or may not give any token, died of nobody.
+                    is_wanted = running.n in self._job.planned or self._job.is_paused
+                    n_tries += not (not_begun or is_wanted)
+                    if not_begun and now - request.waits_since > self._recovery_s:
+                        raise TimeoutError from error
                     if self._job.ends():
                         request.fail(unavailable("the server has shut down before this request was finished"))
                     elif n_tries >= MOST_TRIES:
@@ -257,20 +301,33 @@ class FollowedRequests:
             _log.error("request %s failed", request.key, exc_info=error)
             request.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
         self._waits_no_more(request)
+        self._has_ended(request)
         self._journal.ended(request.key)
 
     async def _turn(self, request: FollowedRequest) -> None:
-        """Waits until the others have tokens again, and no other suspect is without."""
-        self._waiting.discard(request)
-        until = time.monotonic() + _ALONE_S  # some may wait for room in the job
-        while (self._tried or self._waiting) and time.monotonic() < until:
-            await asyncio.sleep(_LOOK_S)
+        """Waits until the others have tokens again, and no other suspect is without. Some may wait for room
+        in the job, so it goes on a minute after that is ready."""
+        self._waits_no_more(request)
+        n, until = 0, 0.0
+        while self._tried or self._waiting:
+            running = await self._job.ready(self._recovery_s)
+            if running.n != n:  # a start of its own
+                n, until = running.n, time.monotonic() + _ALONE_S
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            self._turns.clear()
+            with suppress(TimeoutError):
+                # and now and then whether there is another start
+                await asyncio.wait_for(self._turns.wait(), min(left_s, _LOOK_S))
         self._tried = request
 
     def _waits_no_more(self, request: FollowedRequest) -> None:
         self._waiting.discard(request)
         if self._tried is request:
             self._tried = None
+        if not self._waiting and self._tried is None:
+            self._turns.set()
 
     async def _ask(self, running: Running, request: FollowedRequest) -> None:
         """Follows the answer to its end in one start of the job."""
@@ -283,6 +340,7 @@ class FollowedRequests:
             tuple((which, n) for (which, index), n in request.n_given.items() if not index),
             tuple(request.n_cached.items()),
             len(self._waiting) if request in self._waiting else 0,
+            request.was_taken,
         )
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
@@ -291,10 +349,10 @@ class FollowedRequests:
         ) as found:
             if found.status_code != 200:
                 said = await found.aread()
-                if found.status_code == 503:
+                if found.status_code == 503 or (found.status_code == 429 and request.was_taken):
                     raise _NotTaken("it takes no requests")
                 kept = {k: v for k, v in found.headers.items() if k in ("content-type", "retry-after")}
-                request.end(found.status_code, said, kept)
+                request.refuse(found.status_code, said, kept)
                 return
             async for line in _lines(found):
                 if self._take(request, _pieces.decode(line)):
