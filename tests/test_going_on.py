@@ -298,6 +298,19 @@ def test_a_journal_without_memory_tries_again(tmp_path, monkeypatch):
     journal.close()
 
 
+def test_nobody_waits_for_a_journal_that_is_written_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_ACCEPT_S", 600)
+    journal = Journal(tmp_path / "journal.sqlite")
+
+    def broken(group):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(journal, "_committed", broken)
+    for key in "ab":
+        asyncio.run(asyncio.wait_for(journal.accept(Entry(key, "/", b"", 0, 0)), 60))
+    journal.close()
+
+
 # --- requests that go on together ---
 
 

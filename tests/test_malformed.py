@@ -10,6 +10,7 @@ import os
 import random
 import re
 import socket
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -206,3 +207,32 @@ def faults_in(lines):
 def text_of(stream):
     found = [json.loads(event[6:]) for event in stream.events if event.startswith("data: {")]
     return "".join(piece["choices"][0]["text"] for piece in found if piece["choices"])
+
+
+def test_a_request_takes_two_files(tmp_path):
+    """Its client's connection and one to the job. So 150 files, apart from 128 of the supervisor's own, do for
+    11."""
+    tiny = tiny_words_folder(tmp_path, max_position_embeddings=2048)
+    with contextlib.ExitStack() as cleanups:
+        limited = ["bash", "-c", 'ulimit -Sn 130; ulimit -Hn 150; exec "$@"', "--"]
+        words = [
+            "-m",
+            "jaxlamina",
+            "serve",
+            "--supervise",
+            "--port",
+            "0",
+            "--model",
+            str(tiny),
+            "--no-warm-up",
+        ]
+        server = Supervised.start([*limited, sys.executable, *words, "--max-connections", "12"], None)
+        cleanups.callback(server.close)
+        server.port = int(server.wait_for("serving ").rpartition(":")[2])
+        server.wait_for("ready: ")
+        with open(f"/proc/{server.process.pid}/limits") as limits:
+            assert any(line.split()[:4] == ["Max", "open", "files", "150"] for line in limits)
+        for _ in range(11):
+            cleanups.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        status, found = server.request("GET", "/health")
+        assert status == 503 and "11 connections are open already" in found["error"]["message"]

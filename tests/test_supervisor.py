@@ -263,34 +263,6 @@ class Poisoned(Fifo):
 """
 
 
-def test_a_request_takes_two_files(tiny):
-    """Its client's connection and one to the job. So 150 files, apart from 128 of the supervisor's own, do for
-    11."""
-    with contextlib.ExitStack() as cleanups:
-        limited = ["bash", "-c", 'ulimit -Sn 130; ulimit -Hn 150; exec "$@"', "--"]
-        words = [
-            "-m",
-            "jaxlamina",
-            "serve",
-            "--supervise",
-            "--port",
-            "0",
-            "--model",
-            str(tiny),
-            "--no-warm-up",
-        ]
-        server = Supervised.start([*limited, sys.executable, *words, "--max-connections", "12"], None)
-        cleanups.callback(server.close)
-        server.port = int(server.wait_for("serving ").rpartition(":")[2])
-        server.wait_for("ready: ")
-        with open(f"/proc/{server.process.pid}/limits") as limits:
-            assert any(line.split()[:4] == ["Max", "open", "files", "150"] for line in limits)
-        for _ in range(11):
-            cleanups.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
-        status, found = server.request("GET", "/health")
-        assert status == 503 and "11 connections are open already" in found["error"]["message"]
-
-
 def test_an_option_of_supervisors_is_refused_without_one(tiny):
     words = [
         sys.executable,

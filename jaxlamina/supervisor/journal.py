@@ -79,12 +79,10 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._changed = threading.Condition()  # it guards these four
+        self._changed = threading.Condition()  # of these four
         self._unwritten = UnwrittenRequests()
         self._model: str | None = None  # not written yet
-        self._accepting: dict[
-            str, Callable[[], object]
-        ] = {}  # wakes who waits for a request to be on the disk
+        self._accepting: dict[str, Callable[[], object]] = {}  # wakes who waits for a request
         self._is_over = False
         self._said_at = -math.inf
         self.n_failures = 0  # of commits
@@ -205,14 +203,19 @@ class Journal:
     # --- the thread ---
 
     def _write(self) -> None:
-        while (found := self._next()) is not None:
-            group, is_last_try = found
-            is_written = self._committed(group)
-            self._has_tried(group, is_written)
-            if is_last_try and not is_written:
-                break
-        with suppress(sqlite3.Error):
-            self._database.close()
+        try:
+            while (found := self._next()) is not None:
+                group, is_last_try = found
+                is_written = self._committed(group)
+                self._has_tried(group, is_written)
+                if is_last_try and not is_written:
+                    break
+        except Exception as error:  # noqa: BLE001 (what is written stays right; nobody is to wait for more)
+            _log.error("nothing more is written to the journal %s", self._path, exc_info=error)
+            self._has_tried(_Group(None, {}), False)
+        else:  # else it stays this supervisor's
+            with suppress(sqlite3.Error):
+                self._database.close()
 
     def _next(self) -> tuple[_Group, bool] | None:
         """What is to be written, waited for; and whether it is tried for the last time, since the journal is
