@@ -10,6 +10,7 @@ import difflib
 import inspect
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +31,7 @@ from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.models import ModelConfig
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import FIRST_COME, LLMOptions, definitions, described
-from jaxlamina.process import jax_cache
+from jaxlamina.process import jax_cache, kept_folders
 from jaxlamina.run.make import ExecutorMaker, ModelPlace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
@@ -152,6 +153,7 @@ class LLM:
             kv_slot_bytes=sum(spec.slot_bytes for spec in self.executor.specs),
         )
         self.engine.admission.longer = self._longer(length)
+        self._come: dict[str, deque[TokenEvent]] = {}  # of whom each request is, not looked at yet
         self._like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         self._of_weights, self._of_scales = "", calibration.digest()
         if o.keeps_kv:
@@ -169,6 +171,8 @@ class LLM:
     def keep_kv(self, folder: str | None, n: int | str | None) -> None:
         """Keeps KV in host memory by content from now on, as ``kept_kv_folder`` and ``kept_kv_slots`` have
         it; of a model that was made to keep some. Not while a step runs."""
+        if folder is not None:
+            kept_folders.hold_alone(Path(folder))
         self._kept_as = folder, n
         wanted = self._kept_wanted(folder, n)
         self.engine.keep_kv(kept_prefixes(wanted, self.executor.open_kept(wanted)))
@@ -260,17 +264,18 @@ class LLM:
             raise UserError(f"{len(priority)} priorities for {len(prompts)} prompts: give one each")
         if on_token is not None and not callable(use_tqdm):
             use_tqdm = False
-        with self._queued(prompts, params, priority) as ids, prompt_bar(use_tqdm, len(ids)) as one_more:
+        with (
+            self._queued(prompts, params, priority) as (ids, events),
+            prompt_bar(use_tqdm, len(ids)) as one_more,
+        ):
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(ids):
-                for event in self.engine.step():
-                    if event.error is not None:
-                        raise event.error
-                    if event.output is not None:
-                        finished[event.request_id] = event.output
-                        one_more()
-                    if on_token is not None:
-                        on_token(event)
+                event = next(events)
+                if event.output is not None:
+                    finished[event.request_id] = event.output
+                    one_more()
+                if on_token is not None:
+                    on_token(event)
             return [finished[request_id] for request_id in ids]
 
     def chat(
@@ -314,17 +319,14 @@ class LLM:
         return pieces
 
     def _pieces(self, prompt: Prompt, params: Sequence[SamplingParams]) -> Generator[str]:
-        with self._queued([prompt], params) as [request_id]:
+        with self._queued([prompt], params) as (_, events):
             yield ""  # begun now, so that closing it early ends the request
             finished = False
             while not finished:
-                for event in self.engine.step():
-                    if event.request_id == request_id:
-                        if event.error is not None:
-                            raise event.error
-                        finished = event.output is not None
-                        if event.new_text:
-                            yield event.new_text
+                event = next(events)
+                finished = event.output is not None
+                if event.new_text:
+                    yield event.new_text
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, **settings: Any) -> None:
         """Serves the model over HTTP, as `jaxlamina serve` does, until SIGINT or SIGTERM; from the main
@@ -399,17 +401,34 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int] | None = None,
-    ) -> Iterator[list[str]]:
-        """The prompts as requests of the engine; those not finished on leaving are aborted."""
+    ) -> Iterator[tuple[list[str], Iterator[TokenEvent]]]:
+        """The prompts as requests of the engine, and their events as they come; those not finished on leaving
+        are aborted."""
         ids: list[str] = []
+        come = deque[TokenEvent]()
         try:
             for prompt, p, priority in zip(prompts, params, priorities or [0] * len(prompts), strict=True):
                 text, tokens = self._tokens(prompt)
                 ids.append(self.engine.add_request(tokens, p, text, priority=priority))
-            yield ids
+                self._come[ids[-1]] = come
+            yield ids, self._events(come)
         finally:
             for request_id in ids:
                 self.engine.abort(request_id)
+                del self._come[request_id]
+
+    def _events(self, come: deque[TokenEvent]) -> Iterator[TokenEvent]:
+        """Those of ``come``, of which each step adds some. It adds others' to theirs: several texts may be
+        streamed at once, by turns."""
+        while True:
+            while come:
+                event = come.popleft()
+                if event.error is not None:
+                    raise event.error
+                yield event
+            for event in self.engine.step():
+                if event.request_id in self._come:
+                    self._come[event.request_id].append(event)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):

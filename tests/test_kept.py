@@ -7,7 +7,10 @@ import mmap
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +25,10 @@ from supervised import wait_until
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
+from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.process import kept_folders
 from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
 from jaxlamina.workers.kv_pools import KVPools
@@ -385,6 +390,27 @@ def test_tokens_come_back_where_their_worker_has_no_room(tmp_path):
     placement.place(taken, np.zeros(60, int))  # most of worker 0's places are somebody's
     [found] = small.generate(prompts((100,)), GREEDY)
     assert found.n_cached_tokens == 99 and found.token_ids == expected.token_ids
+
+
+def test_a_folder_for_kept_kv_is_one_processs(tmp_path, monkeypatch):
+    """Two would have each other's KV. One that is ending is waited for."""
+    code = "import sys, pathlib; from jaxlamina.process import kept_folders as k; "
+    code += "k.hold_alone(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    other = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        monkeypatch.setattr(kept_folders, "_ENDING_S", 0.1)
+        with pytest.raises(UserError, match="another process keeps KV in kept_kv_folder=.*of its own"):
+            LLM(model(), max_num_seqs=1, max_model_len=64, kept_kv_folder=str(tmp_path))
+        monkeypatch.setattr(kept_folders, "_ENDING_S", 60)
+        threading.Timer(0.3, other.kill).start()
+        LLM(model(), max_num_seqs=1, max_model_len=64, kept_kv_folder=str(tmp_path))
+    finally:
+        other.kill()
+        other.communicate()
+    with pytest.raises(UserError, match="kept_kv_folder=/proc/no cannot be used: .*; give another one"):
+        LLM(model(), max_num_seqs=1, max_model_len=64, kept_kv_folder="/proc/no")
 
 
 def test_kept_prefixes_are_found_when_the_pool_had_no_room_for_them():

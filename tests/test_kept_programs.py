@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax_models import tied_scaled
 from rank_jobs import run_job
 from split_examples import llama_params, scanned_llama, stacked
 from test_models import MODELS
 
-from jaxlamina import LLM, SamplingParams
+from jaxlamina import LLM, FlaxModel, SamplingParams
 from jaxlamina.engine.warm_up import warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_programs
@@ -209,6 +210,47 @@ def test_programs_of_old_sources_are_dropped(folder: Path) -> None:
     kept("new")
     left = {path.name for path in folder.iterdir()}
     assert left == {name("new").split("/")[0], "old-3", "old-4", "old-5"}
+
+
+def test_unused_programs_make_room_and_what_was_not_written_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [folder / kept(f"room {i}") for i in range(3)]
+    for i, path in enumerate(paths):
+        os.utime(path, (i, i))
+    left = paths[0].parent / "new-left"
+    left.write_bytes(b"half of it")
+    os.utime(left, (0, 0))
+    assert kept_programs.load(name("room 0"), jax.devices()[:1]) is not None  # so it is of use
+    monkeypatch.setattr(kept_programs, "MOST_BYTES", int(3.5 * paths[0].stat().st_size))
+    last = folder / kept("room 3")
+    assert [path.exists() for path in (*paths, last, left)] == [True, False, True, True, False]
+    monkeypatch.setattr(kept_programs.zlib, "compress", lambda *_: 1 / 0)
+    kept("no room")
+    assert not list(folder.rglob("new-*"))
+
+
+def test_a_name_is_of_the_processor_and_programs_are_kept_on_this_host_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = name(1)
+    monkeypatch.setattr(kept_programs, "_processor", lambda: "another")
+    assert name(1) != before
+    monkeypatch.undo()
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    assert kept_programs.folder() == Path(cache) / "whole"
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+    try:
+        assert kept_programs.folder() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", cache)
+
+
+def test_a_model_of_another_length_has_another_name() -> None:
+    """Tables of its positions are constants of its programs."""
+    fn, params = tied_scaled.build()
+    names = {FlaxModel(fn, params, vocab_size=99, max_model_len=n).model.name for n in (24, 28, 28)}
+    assert len(names) == 2
 
 
 def test_sources_of_a_slices_parameters() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -120,6 +122,19 @@ def test_streamed_pieces_are_the_text(llm: LLM):
     [whole] = llm.generate(PROMPTS[1], GREEDY)
     pieces = list(llm.stream(PROMPTS[1], GREEDY))
     assert len(pieces) > 4 and "".join(pieces) == whole.text
+
+
+def test_texts_are_streamed_by_turns_and_beside_others(llm: LLM):
+    """Each step is everybody's, whoever asks for it; and who is not asked loses nothing."""
+    params = [replace(GREEDY, max_tokens=n, ignore_eos=True) for n in (5, 9, 14)]
+    whole = [out.text for out in llm.generate(PROMPTS[:3], params)]
+    streams = [llm.stream(prompt, p) for prompt, p in zip(PROMPTS[:2], params, strict=False)]
+    pieces = ["".join(x) for x in zip(*itertools.zip_longest(*streams, fillvalue=""), strict=True)]
+    assert pieces == whole[:2]
+    first = llm.stream(PROMPTS[0], params[0])
+    begun = next(first)
+    assert [out.text for out in llm.generate(PROMPTS[1:3], params[1:])] == whole[1:]
+    assert begun + "".join(first) == whole[0] and llm.engine.idle
 
 
 def test_a_stream_left_early_frees_its_slots(llm: LLM):

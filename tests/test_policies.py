@@ -33,6 +33,25 @@ def batch(name: str, prompt: int, max_tokens: int) -> Request:
     return r
 
 
+def test_nobody_gives_way_to_one_that_has_no_room_even_then():
+    """Six small requests go on beside a chat that leaves too little for another one; where they are enough
+    they give way."""
+    for n_second, goes_on in ((500, True), (390, False)):
+        scheduler = make(1000, max_num_seqs=32, policy=ChatFirst())
+        scheduler.add(chat("first", 600, 300))
+        run_step(scheduler)
+        small = [batch(f"small {i}", 40, 100) for i in range(6)]
+        for r in small:
+            scheduler.add(r)
+        run_step(scheduler)
+        assert all(r in scheduler.running for r in small)
+        scheduler.add(second := chat("second", n_second, 100))
+        for _ in range(3):
+            run_step(scheduler)
+        assert all(r in scheduler.running for r in small) == goes_on
+        assert (second in scheduler.running) != goes_on
+
+
 def check_order(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
     """Whoever is admitted stands before all that wait, and whoever gives way after all that go on."""
 

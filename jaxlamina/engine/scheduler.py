@@ -336,9 +336,9 @@ class Scheduler:
         return preempted, moves
 
     def _displace(self) -> tuple[list[Request], list[Move]]:
-        """Has running requests give way until the first that waits fits, or none is left that it may
-        displace."""
-        if not self.policy.preemptive:
+        """Has running requests give way until the first that waits fits; none, where not even all that it may
+        displace are enough."""
+        if not (self.running and self._displaces(self._last()[0]) and self._could_fit()):
             return [], []
         preempted: list[Request] = []
         moves: list[Move] = []
@@ -478,20 +478,40 @@ class Scheduler:
             )
         return most_wanted(to_come, held)
 
+    def _could_fit(self) -> bool:
+        """Whether the first that waits might be admitted if all that it may displace gave way: as if nobody
+        else held what these hold."""
+        unit = self._next_unit()
+        gone = [request for request in self.running if self._displaces(request)]
+        n_left = len(self.running) - len(gone)
+        n_rows = self._n_rows(unit) - sum([request.width for request in gone])
+        held = np.unique(np.concatenate([request.slots.view() for request in gone]))
+        n_free = self.slots.capacity - self.room.n_used + len(held)
+        n_new, cached = self._needs(unit)
+        self.slots.free(cached)
+        return n_rows <= self.max_num_seqs and n_new + n_left <= n_free
+
     def _would_fit(self) -> bool:
         """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots
         yet."""
         unit = self._next_unit()
         if not self._has_rows(unit):
             return False
-        n = self._margin(unit) + len(self.decoding())
-        if unit[0].host_slots is not None:
-            return self.room.make(n + len(on_host(unit)) + len(unit))
-        rows = [request.all_token_ids() for request in unit]
-        cached = self.room.match(unit[0], rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
-        fits = self.room.make(n + n_distinct(rows) - len(cached))
+        n_new, cached = self._needs(unit)
+        fits = self.room.make(self._margin(unit) + len(self.decoding()) + n_new)
         self.slots.free(cached)
         return fits
+
+    def _needs(self, unit: Sequence[Request]) -> tuple[int, np.ndarray]:
+        """Slots that ``unit`` takes beside those that are cached for it, which are held until they are
+        freed."""
+        cached = np.empty(0, np.int32)
+        if unit[0].host_slots is not None:
+            return len(on_host(unit)) + len(unit), cached
+        rows = [request.all_token_ids() for request in unit]
+        if len(unit) == 1:
+            cached = self.room.match(unit[0], rows[0])
+        return n_distinct(rows) - len(cached), cached
 
     def _next_unit(self) -> list[Request]:
         """The first waiting request, with those it runs in lockstep with."""

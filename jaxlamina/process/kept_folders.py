@@ -13,11 +13,13 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from jaxlamina.errors import UserError
 from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.process.owned_folder import open_lock, owned_folder, remove_left
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 _KIND = "jaxlamina-kv"
 _LEFT_S = 3600.0  # since its lock was opened: by then a job that is down has been given up
-_held: dict[Path, TextIO] = {}  # locks, by folder
+_held: dict[Path, TextIO | int] = {}  # locks, by folder
+_ENDING_S = 10.0  # that a process which is ending is waited for
+_LOOK_S = 0.02
 
 
 @contextmanager
@@ -49,6 +53,35 @@ def hold(folder: Path) -> None:
     with suppress(BlockingIOError):  # the supervisor has it
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     remove_left(folder.parent, _KIND, folder, _LEFT_S)
+
+
+def hold_alone(folder: Path) -> None:
+    """Has this process alone keep KV in a ``folder`` of the user's, for as long as it lives; in one of a
+    supervisor only its job does. One that is just ending is waited for. ``UserError`` where another one has
+    it, and where there can be none."""
+    if _is_ours(folder) or folder in _held:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(
+            f"kept_kv_folder={folder} cannot be used: {error.strerror}; give another one"
+        ) from None
+    until = time.monotonic() + _ENDING_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(lock)
+                raise UserError(
+                    f"another process keeps KV in kept_kv_folder={folder}: give this one a folder of its "
+                    "own, or end the other"
+                ) from None
+            time.sleep(_LOOK_S)
+    _held[folder] = lock
 
 
 def main(cluster: Cluster, rank: int) -> int:

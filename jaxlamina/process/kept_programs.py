@@ -17,6 +17,7 @@ import platform
 import shutil
 import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -39,13 +40,16 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _OF_PLACES = ("cache_dir", "address", "coordinator", "dump", "log", "profiler", "process_id")
 # Folders of programs of other sources or versions that are left.
 _FOLDERS_LEFT = 4
+MOST_BYTES = 4 * 2**30
+"""Of programs of one version. One is a few hundred kilobytes, or some megabytes on a GPU."""
+_NEW, _WRITTEN_S = "new-", 600.0  # how files are called while they are written, which takes no longer
 
 
 def folder() -> Path | None:
-    """Beside JAX's own programs; None where those are not kept."""
+    """Beside JAX's own programs; None where those are not kept, or in no folder of this host (``gs://…``)."""
     chosen = jax.config.values["jax_compilation_cache_dir"]
     is_on = chosen is not None and jax.config.values["jax_enable_compilation_cache"]
-    return Path(chosen) / "whole" if is_on else None
+    return Path(chosen) / "whole" if is_on and "://" not in str(chosen) else None
 
 
 def name_of(device: jax.Device, *what: object) -> str | None:
@@ -56,7 +60,8 @@ def name_of(device: jax.Device, *what: object) -> str | None:
     if folder() is None or " at 0x" in text:
         return None
     native = cpu.serves(device.platform)
-    digest = _digest(device.device_kind, _settings(), forced_backend(), native, text)
+    kind = device.device_kind, _processor() if device.platform == "cpu" else ""
+    digest = _digest(kind, _settings(), forced_backend(), native, text)
     return f"{_made_by(device.client.platform_version)}/{digest}"
 
 
@@ -116,9 +121,15 @@ def save(name: str, compiled: jax.stages.Compiled, note: Any) -> None:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
             _forget_old(path.parent.parent)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(zlib.compress(found, 1))
-        os.replace(file.name, path)
+        file, new = tempfile.mkstemp(prefix=_NEW, dir=path.parent)
+        try:
+            with os.fdopen(file, "wb") as opened:
+                opened.write(zlib.compress(found, 1))
+            os.replace(new, path)
+        except BaseException:
+            os.unlink(new)
+            raise
+        _forget_unused(path.parent)
     except Exception as error:  # noqa: BLE001 (whatever it is, the program is there)
         _log.info("a compiled program is not kept: %s", error)
 
@@ -129,6 +140,7 @@ def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled,
     path = _path(name)
     try:
         found = path.read_bytes()
+        os.utime(path)  # it is of use
     except OSError:
         return None
     try:
@@ -157,6 +169,32 @@ def _forget_old(folder: Path) -> None:
     newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest[_FOLDERS_LEFT:]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _forget_unused(folder: Path) -> None:
+    """Drops the programs that were not used for longest, where all of these sources' are too much; and what
+    processes left that were killed while they wrote."""
+    there = sorted(((s := path.stat()).st_mtime, s.st_size, path) for path in folder.iterdir())
+    for mtime, _, path in there:
+        if path.name.startswith(_NEW) and mtime < time.time() - _WRITTEN_S:
+            path.unlink(missing_ok=True)
+    n_bytes = sum(size for _, size, _ in there)
+    while n_bytes > MOST_BYTES:
+        _, size, path = there.pop(0)
+        path.unlink(missing_ok=True)
+        n_bytes -= size
+
+
+@cache
+def _processor() -> str:
+    """Whatever XLA compiles for on a CPU: a folder of programs may be on a disk that hosts share."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    names = ("model name", "flags", "Features", "CPU part", "isa")
+    found = dict(line.partition(":")[::2] for line in lines if line.startswith(names))
+    return f"{platform.machine()} {sorted(found.items())}"
 
 
 @cache

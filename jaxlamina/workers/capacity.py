@@ -22,6 +22,7 @@ from jaxlamina.workers.workspace import LargestStep
 ACCELERATOR_FRACTION, HOST_FRACTION = 0.85, 0.1
 # Of a host's free memory, for KV that has left an accelerator. It is taken when KV comes, not before.
 HOST_TIER_FRACTION = 0.25
+_BITS = 8  # of a number of slots that memory bounds, the others are 0: half a percent
 # Of a host's free memory, what is given to somebody who asks for so much.
 EXPLICIT_FRACTION = 0.9
 
@@ -35,20 +36,22 @@ def slots_that_fit(
     share: float = 1.0,
     workspace_bytes: int = 0,
 ) -> int:
-    """At most ``most`` slots, as far as a fraction of the device's free memory goes.
+    """At most ``most`` slots, as far as a fraction of the device's free memory goes; not to the last slot,
+    since programs are compiled for so many, and the next start is to find them again.
 
     ``share``: the part of each token's KV that ``device`` keeps. ``workspace_bytes``: what the largest step
     needs there beside KV. ``UserError`` with the numbers if not even ``least`` fit.
     """
     slot_bytes = sum(spec.slot_bytes for spec in specs) * share
     free_bytes, fraction = free_memory_bytes(device)
-    n = min(most, int(max(0.0, free_bytes * fraction - workspace_bytes) // slot_bytes))
+    room = int(max(0.0, free_bytes * fraction - workspace_bytes) // slot_bytes)
+    n = min(most, max(room - room % (1 << max(0, room.bit_length() - _BITS)), min(room, least)))
     if n < least:
-        room = f"{fraction:.0%} of the {free_bytes / 2**20:,.0f} MiB free on {device}"
+        said = f"{fraction:.0%} of the {free_bytes / 2**20:,.0f} MiB free on {device}"
         if workspace_bytes:
-            room += f", less {workspace_bytes / 2**20:,.0f} MiB that the largest step needs,"
+            said += f", less {workspace_bytes / 2**20:,.0f} MiB that the largest step needs,"
         raise UserError(
-            f"{room} hold {n} KV slots of {slot_bytes:,.0f} bytes, fewer than one request of {least} tokens: "
+            f"{said} hold {n} KV slots of {slot_bytes:,.0f} bytes, fewer than one request of {least} tokens: "
             "lower max_model_len or give kv_slots"
         )
     return n

@@ -348,8 +348,11 @@ def _in_a_row(places: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"] | slice:
 
 def _open(path: Path | None) -> int:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(f"KV cannot be kept in {path}: {error.strerror}; give another folder") from None
     file, name = tempfile.mkstemp(prefix="jaxlamina-kept-", dir=memory_folder())
     os.unlink(name)
     return file

@@ -151,8 +151,10 @@ class FoundModel:
         facts = self._facts
         learned = facts.learned
         consts = [x.values if isinstance(x, Table) else x for x in learned.consts]
-        hashes = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in consts]
+        arrays = list(map(np.asarray, consts))
+        hashes = [(x.shape, str(x.dtype), hashlib.sha256(x.tobytes()).hexdigest()) for x in arrays]
         parts = (
+            self.max_len,  # tables of positions are as long
             canonical(Block.of(learned.jaxpr)),
             learned.lengths,
             sorted(learned.params),
