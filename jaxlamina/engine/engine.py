@@ -486,11 +486,13 @@ class Engine:
             job.n_found = start
         if job.n_cached_tokens is None:
             job.n_cached_tokens = min(start, len(request.prompt_token_ids))
-        if start == request.n_cached:
-            self.stats.n_prompt_tokens += start
-            self.stats.n_prefix_hit_tokens += start
-        self.stats.n_prompt_tokens += stop - start
         self.stats.n_prompt_tokens_computed += stop - start
+        # Of a request that is computed again, or has written before, each of the prompt's tokens counts once.
+        before, n_prompt = request.n_counted, len(request.prompt_token_ids)
+        request.n_counted = max(before, min(stop, n_prompt))
+        self.stats.n_prompt_tokens += request.n_counted - before
+        if start == request.n_cached:
+            self.stats.n_prefix_hit_tokens += max(0, min(start, n_prompt) - before)
 
     def _launched(self, rows: LaunchedRows) -> LaunchedRows:
         rows.fetch()

@@ -34,8 +34,8 @@ class EngineStats:
     """
 
     n_steps: int = 0
-    n_prompt_tokens: int = 0  # of admitted sequences: those computed and those found in the prefix cache
-    n_prompt_tokens_computed: int = 0
+    n_prompt_tokens: int = 0  # of admitted sequences, each once: computed, or found in the prefix cache
+    n_prompt_tokens_computed: int = 0  # also again, and with what was written
     n_prompt_tokens_own_pace: int = 0  # of these, by prefill workers at their own pace
     n_prefix_hit_tokens: int = 0
     n_generated_tokens: int = 0

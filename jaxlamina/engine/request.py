@@ -49,6 +49,7 @@ class Request:
     chunk: object = None  # of its prompt, while a prefill worker computes it at its own pace
     state: RequestState = RequestState.WAITING
     n_preemptions: int = 0
+    n_counted: int = 0  # positions of its prompt that statistics have
     n_in_flight: int = 0
     arrival: int = 0  # how many requests were queued before it
     rank: Any = None  # by the policy, while it waits
@@ -88,7 +89,7 @@ class Request:
             self.request_id, self.prompt_token_ids, self.max_tokens, self.payload, index,
             lockstep=self.lockstep, priority=self.priority, caller=self.caller, turn=self.turn,
             n_cached=len(self.slots), state=self.state, arrival=self.arrival, digests=self.digests,
-            n_kept=min(self.n_kept, len(self.prompt_token_ids)),
+            n_kept=min(self.n_kept, len(self.prompt_token_ids)), n_counted=self.n_counted,
         )  # fmt: skip
 
     @property
