@@ -261,6 +261,45 @@ def test_a_chat_goes_before_batch_lines_and_they_still_end_as_alone(damaged):
             assert text_of(found[str(i)]) == alone.choices[0].text
 
 
+# --- pauses ---
+
+
+def test_a_pause_that_ends_requests_ends_no_line_of_a_batch(tiny, tmp_path):
+    lines = [line(str(i), **words(i, 200)) for i in range(6)]
+    with start(tiny, tmp_path / "kept") as server, client_of(server) as client:
+        batch = submit(client, lines)
+        server.wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+        for _ in range(2):  # the second one ends lines that wait
+            assert server.post("/pause?mode=abort", {})["status"] == "paused"
+        starts = tmp_path / "kept" / "batches" / f"{batch.id}.starts"
+        server.wait_until(lambda: starts.read_bytes().count(b"+") >= 6)
+        server.post("/resume", {})
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 6)
+        found = results(client, batch.output_file_id)
+        alone = client.completions.create(model="tiny", **_openai(words(5, 200)))
+        assert text_of(found["5"]) == alone.choices[0].text
+
+
+def test_a_batch_expires_while_its_lines_stand_still(tiny, tmp_path):
+    folder = tmp_path / "kept"
+    (folder / "files").mkdir(parents=True)
+    (folder / "batches").mkdir()
+    input_id = new_id("file")
+    write_json(folder / "files" / f"{input_id}.json", facts(input_id))
+    raw = "".join(json.dumps(line(str(i), **words(i % 60, 1500))) + "\n" for i in range(400))
+    (folder / "files" / input_id).write_text(raw)
+    left = state(input_id, expires_at=int(time.time()) + 6)
+    write_json(folder / "batches" / f"{left['id']}.json", left)
+    with start(tiny, folder) as server, client_of(server) as client:
+        server.post("/pause", {})
+        batch = wait(client, client.batches.retrieve(left["id"]))
+        assert batch.status == "expired" and batch.request_counts.total == 400
+        batch = submit(client, [line("a", **words(1, 2))])  # the rows are free again
+        server.post("/resume", {})
+        assert wait(client, batch).status == "completed"
+
+
 # --- two strikes ---
 
 

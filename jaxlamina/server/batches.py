@@ -31,6 +31,7 @@ ENDPOINTS: dict[str, type[Body]] = {
 }
 _LIFE_S = 24 * 3600
 _OVER = ("completed", "failed", "expired", "cancelled")
+_ENDS = ("draining", "stopped", "failed")  # states of an engine that answers nobody any more
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _STRIKES = 2  # deaths of a server over a line before it is given up
 _KINDS = {
@@ -169,14 +170,18 @@ class Batches:
     async def _run_lines(
         self, batch: dict[str, Any], lines: list[Line], source: Source, results: Results, starts: Starts
     ) -> None:
-        async with asyncio.TaskGroup() as group:
-            for line in lines:
-                await self._rows.acquire()
-                if time.time() > batch["expires_at"]:
-                    self._rows.release()
-                    break
-                task = group.create_task(self._run_line(batch, line, source, results, starts))
-                task.add_done_callback(lambda _: self._rows.release())  # also of one that never began
+        """Until all have a result, or the batch expires, whatever its lines wait for then."""
+        left_s = batch["expires_at"] - time.time()
+        if left_s <= 0:
+            return
+        try:
+            async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
+                for line in lines:
+                    await self._rows.acquire()
+                    task = group.create_task(self._run_line(batch, line, source, results, starts))
+                    task.add_done_callback(lambda _: self._rows.release())  # also of one that never began
+        except TimeoutError:  # a line's own would come in a group
+            pass
 
     async def _run_line(
         self, batch: dict[str, Any], line: Line, source: Source, results: Results, starts: Starts
@@ -186,17 +191,26 @@ class Batches:
             _log.error("%s, line %.200r: %s", batch["id"], line.custom_id, wrong)
             status, body = wrong.status, wrong.body()
         else:
-            async with _Beginning(starts, line, self._suspect, self._is_well) as beginning:
-                try:
-                    status, body = await self._answer(batch["endpoint"], source, line, beginning.over)
-                except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # noqa: BLE001 (Rust's panics are no `Exception`)
-                    _log.exception("%s, line %.200r", batch["id"], line.custom_id)
-                    wrong = ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
-                    status, body = wrong.status, wrong.body()
+            while True:
+                with suppress(_EndedByPause):  # run again: it waits in the engine until the server goes on
+                    async with _Beginning(starts, line, self._suspect, self._is_well) as beginning:
+                        status, body = await self._contained(batch, source, line, beginning.over)
+                    break
         results.add(line.custom_id, status, body)
         batch["request_counts"] |= {"completed": results.n_right, "failed": results.n_wrong}
+
+    async def _contained(
+        self, batch: dict[str, Any], source: Source, line: Line, on_event: Callable[[], None]
+    ) -> tuple[int, dict[str, Any]]:
+        """As `_answer`; whatever else comes of the line is its result, too."""
+        try:
+            return await self._answer(batch["endpoint"], source, line, on_event)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, _EndedByPause):
+            raise
+        except BaseException as error:  # noqa: BLE001 (Rust's panics are no `Exception`)
+            _log.exception("%s, line %.200r", batch["id"], line.custom_id)
+            wrong = ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
+            return wrong.status, wrong.body()
 
     async def _answer(
         self, endpoint: str, source: Source, line: Line, on_event: Callable[[], None]
@@ -211,8 +225,10 @@ class Batches:
         except RecursionError:
             wrong = refused("the body is nested too deeply")
         except ApiError as error:
-            if error.status == 503:  # this server ends, and cancels this: the next one answers
-                await asyncio.Event().wait()
+            if error.code == "aborted":
+                raise _EndedByPause from None
+            if error.status == 503 and self._service.engine.state in _ENDS:
+                await asyncio.Event().wait()  # the server cancels this: the next one answers
             wrong = error
         return wrong.status, wrong.body()
 
@@ -276,6 +292,10 @@ class Batches:
         return self._folder / f"{batch_id}.json"
 
 
+class _EndedByPause(Exception):
+    """A pause of the server ended a line's request, which says nothing of the line."""
+
+
 class _Beginning:
     """From before a line is run until there is a token of its answer: what a server may die of, as ``starts``
     will say.
@@ -306,7 +326,7 @@ class _Beginning:
         if not self._is_over:
             self._is_over = True
             self._release()
-            if kind is not None and self._is_well():  # it was cancelled, which says nothing of the line
+            if kind is not None and self._is_well():  # somebody ended it, which says nothing of the line
                 with suppress(OSError):
                     self._starts.say(Starts.UNDONE, self._line)
 
