@@ -3,7 +3,11 @@ server."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.server.batch_files import Line, Results, Starts
-from jaxlamina.server.files import new_id, write_json
+from jaxlamina.server.files import Files, new_id, write_json
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +239,52 @@ def test_whatever_is_in_a_batchs_files_it_goes_on(outputs, errors, starts, cut):
         assert [x["custom_id"] for x in lines_].count("kept") == 1 and lines_[-1]["custom_id"] == "new"
         assert Results(folder, "b").done >= {"kept", "new"}
         assert Starts(folder, "b").deaths(one) == 1
+
+
+def test_facts_that_cannot_be_read_now_are_no_damage(tmp_path):
+    files = Files(tmp_path)
+    found = files.add(io.BytesIO(b"x"), "a", "batch")
+    path = tmp_path / f"{found['id']}.json"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(first_free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        for call in (lambda: files.find(found["id"]), files.all, lambda: files.delete(found["id"])):
+            with pytest.raises(OSError, match="Too many open files"):
+                call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert path.exists() and files.find(found["id"]) == found and files.all() == [found]
+
+
+# --- many batches ---
+
+
+def test_many_batches_have_few_files_open_and_those_that_wait_can_be_cancelled(tiny, tmp_path):
+    folder = tmp_path / "kept"
+    with start(tiny, folder) as server, client_of(server) as client:
+
+        def n_open() -> int:
+            found = 0
+            for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    found += os.readlink(link).startswith(str(folder))
+            return found
+
+        server.post("/pause", {})
+        first = submit(client, [line(str(i), **words(i, 3)) for i in range(5)])
+        how = {"input_file_id": first.input_file_id, "endpoint": "/v1/completions"}
+        batches = [first, *(client.batches.create(**how, completion_window="24h") for _ in range(29))]
+        statuses = ["in_progress"] * 16 + ["validating"] * 14
+        server.wait_until(lambda: [client.batches.retrieve(x.id).status for x in batches] == statuses)
+        assert n_open() == 16 * 4 + 1  # and the folder's lock
+        last = wait(client, client.batches.cancel(batches.pop().id))
+        assert (last.status, last.output_file_id) == ("cancelled", None)
+        server.post("/resume", {})
+        for batch in batches:
+            batch = wait(client, batch)
+            assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+        server.wait_until(lambda: n_open() == 1)
 
 
 # --- who goes first ---

@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +30,9 @@ ENDPOINTS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
 }
 _LIFE_S = 24 * 3600
+# Batches whose files are open, four each: both together take less than `connections` leaves for other files.
+_RUNNING_AT_ONCE, _ENDING_AT_ONCE = 16, 4
+_GOING = ("validating", "in_progress")
 _OVER = ("completed", "failed", "expired", "cancelled")
 _ENDS = ("draining", "stopped", "failed")  # states of an engine that answers nobody any more
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -48,7 +51,8 @@ class Batches:
     """Runs every batch of a folder that is not over, ``n_at_once`` lines of all of them at a time.
 
     That is fewer than the engine takes at once, so that a chat never waits for a row that batch work holds
-    (FineInfer §3.1); lines wait here, and not in the engine's queue. ``max_line_bytes``: of a line of input.
+    (FineInfer §3.1); lines wait here, and not in the engine's queue. A few batches at a time have their files
+    open, the oldest first; the others stay as they are. ``max_line_bytes``: of a line of input.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Batches:
         self._folder, self._files, self._service = folder, files, service
         self._max_line_bytes = max_line_bytes
         self._rows = asyncio.Semaphore(n_at_once)
+        self._running = asyncio.Semaphore(_RUNNING_AT_ONCE)
+        self._ending = asyncio.Semaphore(_ENDING_AT_ONCE)
         self._suspect = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, dict[str, Any]] = {}
@@ -137,16 +143,34 @@ class Batches:
         if before is not None:
             await asyncio.wait([before])
         try:
-            with await asyncio.to_thread(Results, self._folder, batch["id"]) as results:
-                with Starts(self._folder, batch["id"]) as starts:
-                    if batch["status"] in ("validating", "in_progress"):
-                        await self._run_all(batch, results, starts)
-                await self._end(batch, results)
-            with suppress(OSError):
-                starts.delete()
-                results.delete()
+            async with self._place(batch):
+                with await asyncio.to_thread(Results, self._folder, batch["id"]) as results:
+                    with Starts(self._folder, batch["id"]) as starts:
+                        if batch["status"] in _GOING:
+                            await self._run_all(batch, results, starts)
+                    await self._end(batch, results)
+                with suppress(OSError):
+                    starts.delete()
+                    results.delete()
         except Exception as error:  # noqa: BLE001 (whatever it is, the batch is not to wait for ever)
             self._fail(batch, error)
+
+    @asynccontextmanager
+    async def _place(self, batch: dict[str, Any]) -> AsyncIterator[None]:
+        """Waits until the batch may open its files. What has only to be ended, or expires here, waits for no
+        batch that runs."""
+        places = self._ending
+        if batch["status"] in _GOING:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(batch["expires_at"] - time.time()):
+                    await self._running.acquire()
+                    places = self._running
+        if places is self._ending:
+            await places.acquire()
+        try:
+            yield
+        finally:
+            places.release()
 
     async def _run_all(self, batch: dict[str, Any], results: Results, starts: Starts) -> None:
         """Runs the lines that have no result; ``errors`` say why some could not be."""
@@ -340,7 +364,11 @@ def _states(folder: Path) -> list[dict[str, Any]]:
     found = {}
     for suffix in (_FAILED, ".json"):  # where both are there, the latter was written later
         for path in folder.glob(f"batch-*{suffix}"):
-            batch = read_json(path, _KINDS)
+            try:
+                batch = read_json(path, _KINDS)
+            except OSError as error:  # another server may be able to
+                _log.warning("%s cannot be read, and is left as it is: %s", path, error)
+                continue
             if batch is None or not is_id(batch["id"]) or not is_id(batch["input_file_id"]):
                 continue
             batch = dict.fromkeys(("errors", "output_file_id", "error_file_id", "metadata")) | batch
