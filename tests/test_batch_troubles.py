@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -255,6 +256,25 @@ def test_facts_that_cannot_be_read_now_are_no_damage(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert path.exists() and files.find(found["id"]) == found and files.all() == [found]
+
+
+def test_a_slow_disk_holds_up_nobody_but_who_asks_for_files(tiny, tmp_path):
+    """Facts that are a named pipe are read once somebody writes into it."""
+    files = tmp_path / "kept" / "files"
+    files.mkdir(parents=True)
+    slow = new_id("file")
+    (files / slow).write_text("x")
+    pipe = files / f"{slow}.json"
+    os.mkfifo(pipe)
+    with start(tiny, tmp_path / "kept") as server, ThreadPoolExecutor() as other:
+        for path in ("", f"/{slow}", f"/{slow}/content"):
+            asked = other.submit(server.request, "GET", f"/v1/files{path}")
+            with open(pipe, "wb") as writer:  # waits for the reader
+                assert server.get("/health") == {"status": "ready"} and not asked.done()
+                writer.write(json.dumps(facts(slow)).encode())
+            status, found = asked.result()
+            found = found if path else found["data"][0]
+            assert status == 200 and found == (b"x" if "content" in path else facts(slow))
 
 
 # --- many batches ---

@@ -366,8 +366,8 @@ def _states(folder: Path) -> list[dict[str, Any]]:
         for path in folder.glob(f"batch-*{suffix}"):
             try:
                 batch = read_json(path, _KINDS)
-            except OSError as error:  # another server may be able to
-                _log.warning("%s cannot be read, and is left as it is: %s", path, error)
+            except OSError as unread:  # another server may be able to
+                _log.warning("%s cannot be read, and is left as it is: %s", path, unread)
                 continue
             if batch is None or not is_id(batch["id"]) or not is_id(batch["input_file_id"]):
                 continue

@@ -192,7 +192,8 @@ class Files:
     def _read(self, facts: Path) -> dict[str, Any] | None:
         found = read_json(facts, _FACTS)
         if found is not None and not self.path(facts.stem).is_file():
-            set_aside(facts, "its content is gone")
+            if facts.exists():  # it was not deleted meanwhile
+                set_aside(facts, "its content is gone")
             return None
         return found
 

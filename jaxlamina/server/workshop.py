@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from jaxlamina.errors import contained
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class Busy(Exception):
