@@ -3,12 +3,17 @@ server."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import resource
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -19,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.server.batch_files import Line, Results, Starts
-from jaxlamina.server.files import new_id, write_json
+from jaxlamina.server.files import Files, new_id, write_json
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +242,71 @@ def test_whatever_is_in_a_batchs_files_it_goes_on(outputs, errors, starts, cut):
         assert Starts(folder, "b").deaths(one) == 1
 
 
+def test_facts_that_cannot_be_read_now_are_no_damage(tmp_path):
+    files = Files(tmp_path)
+    found = files.add(io.BytesIO(b"x"), "a", "batch")
+    path = tmp_path / f"{found['id']}.json"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(first_free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        for call in (lambda: files.find(found["id"]), files.all, lambda: files.delete(found["id"])):
+            with pytest.raises(OSError, match="Too many open files"):
+                call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert path.exists() and files.find(found["id"]) == found and files.all() == [found]
+
+
+def test_a_slow_disk_holds_up_nobody_but_who_asks_for_files(tiny, tmp_path):
+    """Facts that are a named pipe are read once somebody writes into it."""
+    files = tmp_path / "kept" / "files"
+    files.mkdir(parents=True)
+    slow = new_id("file")
+    (files / slow).write_text("x")
+    pipe = files / f"{slow}.json"
+    os.mkfifo(pipe)
+    with start(tiny, tmp_path / "kept") as server, ThreadPoolExecutor() as other:
+        for path in ("", f"/{slow}", f"/{slow}/content"):
+            asked = other.submit(server.request, "GET", f"/v1/files{path}")
+            with open(pipe, "wb") as writer:  # waits for the reader
+                assert server.get("/health") == {"status": "ready"} and not asked.done()
+                writer.write(json.dumps(facts(slow)).encode())
+            status, found = asked.result()
+            found = found if path else found["data"][0]
+            assert status == 200 and found == (b"x" if "content" in path else facts(slow))
+
+
+# --- many batches ---
+
+
+def test_many_batches_have_few_files_open_and_those_that_wait_can_be_cancelled(tiny, tmp_path):
+    folder = tmp_path / "kept"
+    with start(tiny, folder) as server, client_of(server) as client:
+
+        def n_open() -> int:
+            found = 0
+            for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    found += os.readlink(link).startswith(str(folder))
+            return found
+
+        server.post("/pause", {})
+        first = submit(client, [line(str(i), **words(i, 3)) for i in range(5)])
+        how = {"input_file_id": first.input_file_id, "endpoint": "/v1/completions"}
+        batches = [first, *(client.batches.create(**how, completion_window="24h") for _ in range(29))]
+        statuses = ["in_progress"] * 16 + ["validating"] * 14
+        server.wait_until(lambda: [client.batches.retrieve(x.id).status for x in batches] == statuses)
+        assert n_open() == 16 * 4 + 1  # and the folder's lock
+        last = wait(client, client.batches.cancel(batches.pop().id))
+        assert (last.status, last.output_file_id) == ("cancelled", None)
+        server.post("/resume", {})
+        for batch in batches:
+            batch = wait(client, batch)
+            assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+        server.wait_until(lambda: n_open() == 1)
+
+
 # --- who goes first ---
 
 
@@ -259,6 +329,45 @@ def test_a_chat_goes_before_batch_lines_and_they_still_end_as_alone(damaged):
         for i in range(3):
             alone = client.completions.create(model="tiny", **_openai(words(i, n_tokens)))
             assert text_of(found[str(i)]) == alone.choices[0].text
+
+
+# --- pauses ---
+
+
+def test_a_pause_that_ends_requests_ends_no_line_of_a_batch(tiny, tmp_path):
+    lines = [line(str(i), **words(i, 200)) for i in range(6)]
+    with start(tiny, tmp_path / "kept") as server, client_of(server) as client:
+        batch = submit(client, lines)
+        server.wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+        for _ in range(2):  # the second one ends lines that wait
+            assert server.post("/pause?mode=abort", {})["status"] == "paused"
+        starts = tmp_path / "kept" / "batches" / f"{batch.id}.starts"
+        server.wait_until(lambda: starts.read_bytes().count(b"+") >= 6)
+        server.post("/resume", {})
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 6)
+        found = results(client, batch.output_file_id)
+        alone = client.completions.create(model="tiny", **_openai(words(5, 200)))
+        assert text_of(found["5"]) == alone.choices[0].text
+
+
+def test_a_batch_expires_while_its_lines_stand_still(tiny, tmp_path):
+    folder = tmp_path / "kept"
+    (folder / "files").mkdir(parents=True)
+    (folder / "batches").mkdir()
+    input_id = new_id("file")
+    write_json(folder / "files" / f"{input_id}.json", facts(input_id))
+    raw = "".join(json.dumps(line(str(i), **words(i % 60, 1500))) + "\n" for i in range(400))
+    (folder / "files" / input_id).write_text(raw)
+    left = state(input_id, expires_at=int(time.time()) + 6)
+    write_json(folder / "batches" / f"{left['id']}.json", left)
+    with start(tiny, folder) as server, client_of(server) as client:
+        server.post("/pause", {})
+        batch = wait(client, client.batches.retrieve(left["id"]))
+        assert batch.status == "expired" and batch.request_counts.total == 400
+        batch = submit(client, [line("a", **words(1, 2))])  # the rows are free again
+        server.post("/resume", {})
+        assert wait(client, batch).status == "completed"
 
 
 # --- two strikes ---

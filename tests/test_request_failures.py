@@ -238,6 +238,77 @@ def test_a_grammar_that_takes_long_is_refused_and_nothing_piles_up(llm: LLM, alo
     serving(llm, scenario, grammar_timeout_s=0.5)
 
 
+def regex(text: str) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=4, structured_outputs=StructuredOutputs(regex=text))
+
+
+def test_grammars_of_batches_wait_and_leave_room_for_those_of_chats(llm: LLM, monkeypatch):
+    """The first one of four of a batch takes too long; the others are not refused for that."""
+    go_on, at_work = threading.Event(), []
+    make = Grammars.matcher
+
+    def slow(self, asked):
+        at_work.append(asked.regex)
+        if asked.regex.startswith("x"):
+            assert go_on.wait(60)
+        return make(self, asked)
+
+    monkeypatch.setattr(Grammars, "matcher", slow)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        def ask(text: str) -> asyncio.Future:
+            return asyncio.ensure_future(engine.submit([Prompt([1])], regex(text), counted=False))
+
+        lines = [ask(text) for text in ("x{1}", "x{2}", "x{3}", "x{3}")]
+        with pytest.raises(UserError, match="longer than 0.5 s"):
+            await lines[0]
+        assert len(await read(await engine.submit([Prompt([1])], regex("[ab]{4}")))) == 4  # a chat
+        lines[1].cancel()
+        await asyncio.sleep(0.6)
+        assert at_work == ["x{1}", "[ab]{4}"]
+        go_on.set()
+        for line in lines[2:]:
+            assert len(await read(await line)) == 3
+        assert at_work == ["x{1}", "[ab]{4}", "x{3}"]
+
+    serving(llm, scenario, grammar_timeout_s=0.5)
+
+
+def test_a_grammar_that_was_compiled_is_not_compiled_again(llm: LLM, monkeypatch):
+    at_work = []
+    make = Grammars.matcher
+
+    def noted(self, asked):
+        at_work.append(asked.kind)
+        return make(self, asked)
+
+    monkeypatch.setattr(Grammars, "matcher", noted)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        async def answer(**asked) -> list[int]:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputs(**asked)
+            )
+            return list(await read(await engine.submit([Prompt([1])], params)))
+
+        first = await asyncio.gather(*(answer(regex="[ab]{6}") for _ in range(3)))
+        n_first = len(at_work)
+        assert n_first <= 2  # which are at it together
+        assert [await answer(regex="[ab]{6}") for _ in range(2)] == first[:2] and len(at_work) == n_first
+        for other in ({"choice": ["[ab]{6}"]}, {"choice": ["[ab]", "{6}"]}, {"json": {"type": "integer"}}):
+            assert await answer(**other) != first[0]
+            n_other = len(at_work)
+            await answer(**other)
+            assert len(at_work) == n_other
+        assert len(at_work) == n_first + 3
+        for i in range(8):
+            await answer(choice=[f"choice {i}"])
+        await answer(regex="[ab]{6}")
+        assert len(at_work) == n_first + 3 + 9
+
+    serving(llm, scenario)
+
+
 def test_a_workshop_hands_on_what_is_raised_and_frees_its_place():
     async def scenario() -> None:
         workshop = Workshop(1)

@@ -5,7 +5,6 @@ Knows HTTP; what is answered is the service's, the files' and the batches' affai
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -271,25 +270,28 @@ def _add_files(app: FastAPI, parts: Parts) -> None:
 
     @app.post("/v1/files")
     async def upload(file: UploadFile, purpose: Annotated[str, Form()]) -> Response:
-        return JsonResponse(await asyncio.to_thread(files.add, file.file, file.filename or "", purpose))
+        return JsonResponse(await in_thread(files.add, file.file, file.filename or "", purpose))
 
     @app.get("/v1/files")
     async def listed(purpose: str | None = None, limit: Page = 10_000, after: str | None = None) -> Response:
-        found = [facts for facts in files.all() if purpose is None or facts["purpose"] == purpose]
-        return JsonResponse(page(found, limit, after))
+        def made() -> Response:
+            found = [facts for facts in files.all() if purpose is None or facts["purpose"] == purpose]
+            return JsonResponse(page(found, limit, after))
+
+        return await in_thread(made)
 
     @app.get("/v1/files/{file_id}")
     async def file(file_id: str) -> Response:
-        return JsonResponse(files.find(file_id))
+        return JsonResponse(await in_thread(files.find, file_id))
 
     @app.get("/v1/files/{file_id}/content")
     async def content(file_id: str) -> Response:
-        files.find(file_id)
+        await in_thread(files.find, file_id)
         return FileResponse(files.path(file_id), media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}")
     async def delete(file_id: str) -> Response:
-        files.delete(file_id)
+        await in_thread(files.delete, file_id)
         return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -300,7 +302,8 @@ def _add_batches(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/v1/batches")
     async def listed(limit: Page = 20, after: str | None = None) -> Response:
-        return JsonResponse(page(parts.batches.all(), limit, after))
+        found = page(parts.batches.all(), limit, after)
+        return await in_thread(JsonResponse, found)  # a batch that goes on meanwhile may be shown either way
 
     @app.get("/v1/batches/{batch_id}")
     async def batch(batch_id: str) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxlamina.engine.engine import Engine, PauseMode, TokenEvent
@@ -19,11 +19,12 @@ from jaxlamina.sampling.params import SamplingParams, seed_of
 from jaxlamina.sampling.structured import Matcher
 from jaxlamina.server.engine_thread import Abort, Add, Ask, BetweenSteps, EngineThread, Observer, Reply
 from jaxlamina.server.settings import GRAMMAR_TIMEOUT_S
-from jaxlamina.server.workshop import Busy, Workshop, in_thread
+from jaxlamina.server.workshop import Busy, Latest, Workshop, in_thread
 
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _COMPILING_AT_ONCE = 2  # grammars
+_GRAMMARS_KEPT = 8  # compiled: they may take some MiB each
 _AGAIN_GRAMMAR_S = 120.0  # for one that was compiled before: all come at once in a new process
 _LOOK_S = 0.02  # whether requests have ended that a pause waits for
 NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
@@ -93,8 +94,9 @@ class AsyncEngine:
     `jaxlamina.engine.warm_up`), ``before_step()`` before each step.
 
     What a request needs before its first step (checks, grammar) is made in other threads; a grammar that
-    takes longer than ``grammar_timeout_s`` is refused. ``state``: "starting" until then, "ready", "draining"
-    once `drain` is called, "stopped", or "failed" with ``reason``.
+    takes longer than ``grammar_timeout_s`` is refused, and so is one that waits as long for its turn, unless
+    it is of batch work. ``state``: "starting" until then, "ready", "draining" once `drain` is called,
+    "stopped", or "failed" with ``reason``.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class AsyncEngine:
         )
         self._grammar_timeout_s = grammar_timeout_s
         self._compiling = Workshop(_COMPILING_AT_ONCE)
+        self._matchers: Latest[Hashable, Matcher] = Latest(_GRAMMARS_KEPT)
         self._callers = itertools.count()
         self._loop: asyncio.AbstractEventLoop
         self._open: set[Answers] = set()
@@ -178,7 +181,8 @@ class AsyncEngine:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
 
-        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. ``seed``: of
+        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``; what is
+        not is batch work, whose grammar leaves room for others'. ``seed``: of
         requests whose parameters have none, None: any. ``written``, ``n_given``, ``n_cached``: as of
         `Engine.add_job`, by prompt; the first is left out of those that begin anew. Raises `UserError` for
         what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of
@@ -194,7 +198,8 @@ class AsyncEngine:
         reply: Reply[None] = Reply(self._loop)
         self._thread.expect(n_together)
         try:
-            matcher = await self._compiled(params, _AGAIN_GRAMMAR_S if was_taken else self._grammar_timeout_s)
+            timeout_s = _AGAIN_GRAMMAR_S if was_taken else self._grammar_timeout_s
+            matcher = await self._compiled(params, timeout_s, is_patient=not counted)
             jobs = await in_thread(self._jobs, prompts, params, matcher, seed)
             again = [written.get(which, ()) if job.may_go_on else () for which, job in enumerate(jobs)]
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
@@ -218,12 +223,25 @@ class AsyncEngine:
             raise
         return answers
 
-    async def _compiled(self, params: SamplingParams, timeout_s: float) -> Matcher | None:
-        """The grammar of ``params``, if they have one."""
-        if params.structured_outputs is None:
+    async def _compiled(
+        self, params: SamplingParams, timeout_s: float, *, is_patient: bool
+    ) -> Matcher | None:
+        """The grammar of ``params``, if they have one. No request changes it: each follows a copy."""
+        asked = params.structured_outputs
+        if asked is None:
             return None
+        key = asked.kind, asked.schema_text or asked.regex or asked.grammar or tuple(asked.choice or ())
+
+        def compiled() -> Matcher | None:
+            found = self._matchers.get(key)  # others may have waited for the same
+            if found is None and (found := self._engine.admission.matcher(params)) is not None:
+                self._matchers.put(key, found)
+            return found
+
+        if (known := self._matchers.get(key)) is not None:
+            return known
         try:
-            return await self._compiling.run(lambda: self._engine.admission.matcher(params), timeout_s)
+            return await self._compiling.run(compiled, timeout_s, is_patient=is_patient)
         except TimeoutError:
             raise UserError(
                 f"structured_outputs take longer than {timeout_s:g} s to compile: ask for something simpler"

@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,11 @@ ENDPOINTS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
 }
 _LIFE_S = 24 * 3600
+# Batches whose files are open, four each: both together take less than `connections` leaves for other files.
+_RUNNING_AT_ONCE, _ENDING_AT_ONCE = 16, 4
+_GOING = ("validating", "in_progress")
 _OVER = ("completed", "failed", "expired", "cancelled")
+_ENDS = ("draining", "stopped", "failed")  # states of an engine that answers nobody any more
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _STRIKES = 2  # deaths of a server over a line before it is given up
 _KINDS = {
@@ -47,7 +51,8 @@ class Batches:
     """Runs every batch of a folder that is not over, ``n_at_once`` lines of all of them at a time.
 
     That is fewer than the engine takes at once, so that a chat never waits for a row that batch work holds
-    (FineInfer §3.1); lines wait here, and not in the engine's queue. ``max_line_bytes``: of a line of input.
+    (FineInfer §3.1); lines wait here, and not in the engine's queue. A few batches at a time have their files
+    open, the oldest first; the others stay as they are. ``max_line_bytes``: of a line of input.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class Batches:
         self._folder, self._files, self._service = folder, files, service
         self._max_line_bytes = max_line_bytes
         self._rows = asyncio.Semaphore(n_at_once)
+        self._running = asyncio.Semaphore(_RUNNING_AT_ONCE)
+        self._ending = asyncio.Semaphore(_ENDING_AT_ONCE)
         self._suspect = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, dict[str, Any]] = {}
@@ -136,16 +143,34 @@ class Batches:
         if before is not None:
             await asyncio.wait([before])
         try:
-            with await asyncio.to_thread(Results, self._folder, batch["id"]) as results:
-                with Starts(self._folder, batch["id"]) as starts:
-                    if batch["status"] in ("validating", "in_progress"):
-                        await self._run_all(batch, results, starts)
-                await self._end(batch, results)
-            with suppress(OSError):
-                starts.delete()
-                results.delete()
+            async with self._place(batch):
+                with await asyncio.to_thread(Results, self._folder, batch["id"]) as results:
+                    with Starts(self._folder, batch["id"]) as starts:
+                        if batch["status"] in _GOING:
+                            await self._run_all(batch, results, starts)
+                    await self._end(batch, results)
+                with suppress(OSError):
+                    starts.delete()
+                    results.delete()
         except Exception as error:  # noqa: BLE001 (whatever it is, the batch is not to wait for ever)
             self._fail(batch, error)
+
+    @asynccontextmanager
+    async def _place(self, batch: dict[str, Any]) -> AsyncIterator[None]:
+        """Waits until the batch may open its files. What has only to be ended, or expires here, waits for no
+        batch that runs."""
+        places = self._ending
+        if batch["status"] in _GOING:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(batch["expires_at"] - time.time()):
+                    await self._running.acquire()
+                    places = self._running
+        if places is self._ending:
+            await places.acquire()
+        try:
+            yield
+        finally:
+            places.release()
 
     async def _run_all(self, batch: dict[str, Any], results: Results, starts: Starts) -> None:
         """Runs the lines that have no result; ``errors`` say why some could not be."""
@@ -169,14 +194,18 @@ class Batches:
     async def _run_lines(
         self, batch: dict[str, Any], lines: list[Line], source: Source, results: Results, starts: Starts
     ) -> None:
-        async with asyncio.TaskGroup() as group:
-            for line in lines:
-                await self._rows.acquire()
-                if time.time() > batch["expires_at"]:
-                    self._rows.release()
-                    break
-                task = group.create_task(self._run_line(batch, line, source, results, starts))
-                task.add_done_callback(lambda _: self._rows.release())  # also of one that never began
+        """Until all have a result, or the batch expires, whatever its lines wait for then."""
+        left_s = batch["expires_at"] - time.time()
+        if left_s <= 0:
+            return
+        try:
+            async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
+                for line in lines:
+                    await self._rows.acquire()
+                    task = group.create_task(self._run_line(batch, line, source, results, starts))
+                    task.add_done_callback(lambda _: self._rows.release())  # also of one that never began
+        except TimeoutError:  # a line's own would come in a group
+            pass
 
     async def _run_line(
         self, batch: dict[str, Any], line: Line, source: Source, results: Results, starts: Starts
@@ -186,17 +215,26 @@ class Batches:
             _log.error("%s, line %.200r: %s", batch["id"], line.custom_id, wrong)
             status, body = wrong.status, wrong.body()
         else:
-            async with _Beginning(starts, line, self._suspect, self._is_well) as beginning:
-                try:
-                    status, body = await self._answer(batch["endpoint"], source, line, beginning.over)
-                except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # noqa: BLE001 (Rust's panics are no `Exception`)
-                    _log.exception("%s, line %.200r", batch["id"], line.custom_id)
-                    wrong = ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
-                    status, body = wrong.status, wrong.body()
+            while True:
+                with suppress(_EndedByPause):  # run again: it waits in the engine until the server goes on
+                    async with _Beginning(starts, line, self._suspect, self._is_well) as beginning:
+                        status, body = await self._contained(batch, source, line, beginning.over)
+                    break
         results.add(line.custom_id, status, body)
         batch["request_counts"] |= {"completed": results.n_right, "failed": results.n_wrong}
+
+    async def _contained(
+        self, batch: dict[str, Any], source: Source, line: Line, on_event: Callable[[], None]
+    ) -> tuple[int, dict[str, Any]]:
+        """As `_answer`; whatever else comes of the line is its result, too."""
+        try:
+            return await self._answer(batch["endpoint"], source, line, on_event)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, _EndedByPause):
+            raise
+        except BaseException as error:  # noqa: BLE001 (Rust's panics are no `Exception`)
+            _log.exception("%s, line %.200r", batch["id"], line.custom_id)
+            wrong = ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
+            return wrong.status, wrong.body()
 
     async def _answer(
         self, endpoint: str, source: Source, line: Line, on_event: Callable[[], None]
@@ -211,8 +249,10 @@ class Batches:
         except RecursionError:
             wrong = refused("the body is nested too deeply")
         except ApiError as error:
-            if error.status == 503:  # this server ends, and cancels this: the next one answers
-                await asyncio.Event().wait()
+            if error.code == "aborted":
+                raise _EndedByPause from None
+            if error.status == 503 and self._service.engine.state in _ENDS:
+                await asyncio.Event().wait()  # the server cancels this: the next one answers
             wrong = error
         return wrong.status, wrong.body()
 
@@ -276,6 +316,10 @@ class Batches:
         return self._folder / f"{batch_id}.json"
 
 
+class _EndedByPause(Exception):
+    """A pause of the server ended a line's request, which says nothing of the line."""
+
+
 class _Beginning:
     """From before a line is run until there is a token of its answer: what a server may die of, as ``starts``
     will say.
@@ -306,7 +350,7 @@ class _Beginning:
         if not self._is_over:
             self._is_over = True
             self._release()
-            if kind is not None and self._is_well():  # it was cancelled, which says nothing of the line
+            if kind is not None and self._is_well():  # somebody ended it, which says nothing of the line
                 with suppress(OSError):
                     self._starts.say(Starts.UNDONE, self._line)
 
@@ -320,7 +364,11 @@ def _states(folder: Path) -> list[dict[str, Any]]:
     found = {}
     for suffix in (_FAILED, ".json"):  # where both are there, the latter was written later
         for path in folder.glob(f"batch-*{suffix}"):
-            batch = read_json(path, _KINDS)
+            try:
+                batch = read_json(path, _KINDS)
+            except OSError as unread:  # another server may be able to
+                _log.warning("%s cannot be read, and is left as it is: %s", path, unread)
+                continue
             if batch is None or not is_id(batch["id"]) or not is_id(batch["input_file_id"]):
                 continue
             batch = dict.fromkeys(("errors", "output_file_id", "error_file_id", "metadata")) | batch

@@ -1,9 +1,9 @@
 """Files that clients hand in and fetch, kept in a folder: `files/ID` with its facts beside it as
 `files/ID.json`.
 
-Whatever is written is written whole: under a name that ends in ".new", and renamed. What cannot be read any
-more is set aside, under a name that ends in ".damaged", and said. Knows OpenAI's file objects; nothing of
-what is in a file. Calls block: none is long but `add`.
+Whatever is written is written whole: under a name that ends in ".new", and renamed. What is damaged is set
+aside, under a name that ends in ".damaged", and said. Knows OpenAI's file objects; nothing of what is in a
+file. Calls block; any thread may make them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path, kinds: Mapping[str, type]) -> dict[str, Any] | None:
     """The object of that id that is in a file, with fields of these types; None if there is none. A damaged
-    file is set aside."""
+    file is set aside. `OSError` if it cannot be read now, which says nothing of what is in it."""
     try:
         value = json.loads(path.read_bytes())
         wrong = next((key for key, kind in kinds.items() if not isinstance(value[key], kind)), None)
@@ -80,7 +80,7 @@ def read_json(path: Path, kinds: Mapping[str, type]) -> dict[str, Any] | None:
         json.dumps(value, allow_nan=False)  # as it will be sent
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         set_aside(path, f"{type(error).__name__}: {error}")
         return None
     found: dict[str, Any] = value
@@ -192,7 +192,8 @@ class Files:
     def _read(self, facts: Path) -> dict[str, Any] | None:
         found = read_json(facts, _FACTS)
         if found is not None and not self.path(facts.stem).is_file():
-            set_aside(facts, "its content is gone")
+            if facts.exists():  # it was not deleted meanwhile
+                set_aside(facts, "its content is gone")
             return None
         return found
 

@@ -1,5 +1,5 @@
 """Work that may take long and cannot be interrupted, in threads of its own: a few at once, each waited for so
-long.
+long; and what was made last.
 
 Knows asyncio and threads; nothing of what the work is.
 """
@@ -8,16 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxlamina.errors import contained
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
 class Busy(Exception):
     """No thread came free in time."""
+
+
+class Latest(Generic[K, T]):
+    """The ``n_kept`` values by key that were put or asked for last; for any thread."""
+
+    def __init__(self, n_kept: int) -> None:
+        self._n_kept, self._lock = n_kept, threading.Lock()
+        self._values: OrderedDict[K, T] = OrderedDict()
+
+    def get(self, key: K) -> T | None:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: K, value: T) -> None:
+        with self._lock:
+            self._values[key] = value
+            if len(self._values) > self._n_kept:
+                self._values.popitem(last=False)
 
 
 class Workshop:
@@ -26,19 +48,29 @@ class Workshop:
 
     def __init__(self, n_threads: int) -> None:
         self._places = asyncio.Semaphore(n_threads)
+        self._patient = asyncio.Semaphore(max(1, n_threads - 1))
 
-    async def run(self, work: Callable[[], T], deadline_s: float) -> T:
-        """What ``work`` gives. `TimeoutError` if it takes longer, `Busy` if it could not begin."""
+    async def run(self, work: Callable[[], T], deadline_s: float, *, is_patient: bool = False) -> T:
+        """What ``work`` gives. `TimeoutError` if it takes longer, `Busy` if it could not begin within as
+        long. Work that ``is_patient`` begins however late, and leaves one of several places to other work."""
+        if is_patient:
+            await self._patient.acquire()
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(None if is_patient else deadline_s):
                 await self._places.acquire()
-        except TimeoutError:
-            raise Busy from None
+        except BaseException as error:
+            if is_patient:
+                self._patient.release()
+            if isinstance(error, TimeoutError):
+                raise Busy from None
+            raise
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[T] = loop.create_future()
 
         def end(result: Any, error: Exception | None) -> None:
             self._places.release()
+            if is_patient:
+                self._patient.release()
             if reply.done():  # nobody waits any more
                 return
             if error is not None:
