@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models
 from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
 
 from jaxlamina.text.generated import GeneratedText, NoText
 from jaxlamina.text.tokenizer import Tokenizer

@@ -91,8 +91,8 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, bytes that are no UTF-8 as U+FFFD; always what a detokenizer streams with nothing
-        before it."""
+        """The text of `ids`, bytes that are no UTF-8 as U+FFFD; always what a detokenizer streams that nothing
+        stands before."""
         detokenizer = self.detokenizer(skip_special_tokens)
         return "".join([*map(detokenizer.add, ids), detokenizer.finish()])
 
