@@ -106,6 +106,9 @@ class LetterTokenizer:
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return "".join(self.words[i] for i in ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.words[token_id].encode()
+
     def detokenizer(self, *how, after=()):
         return LetterDetokenizer()
 
@@ -340,8 +343,10 @@ def test_text_keeps_the_blank_between_it_and_its_prompt():
     assert outputs[first].text == text == tokenizer.decode([5, 6, *tokens])[len("5 6") :]
     assert "".join(event.new_text for event in events if event.request_id == first) == text
     assert (outputs[stopped].text, outputs[stopped].stop_reason) == ("", f" {tokens[0]}")
-    beams = SamplingParams(temperature=0.0, use_beam_search=True, beam_width=2, max_tokens=6)
-    assert one(engine, [5, 6], beams).text == text
+    beams = SamplingParams(temperature=0.0, use_beam_search=True, beam_width=2, max_tokens=6, logprobs=1)
+    out = one(engine, [5, 6], beams)
+    shown = [next(iter(entry.values())).decoded_token for entry in out.logprobs or ()]
+    assert out.text == "".join(shown) == text
 
 
 def test_logprobs_hold_the_chosen_token_and_the_likeliest():

@@ -81,7 +81,12 @@ SPECIAL = ["<s>", "</s>", "[INST]"]
 WORDS = ["<unk>", "▁is", "▁Paris", "able", "▁", "▁Hello", "]", "▁▁", "é", "<0xC3>", "<0xA9>"]
 N = len(WORDS) + len(SPECIAL)
 DECODERS = {
-    "llama": [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+    "llama": [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ],
     "gemma": [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
     "metaspace": [decoders.ByteFallback(), decoders.Metaspace()],
 }
@@ -106,11 +111,14 @@ def by_transformers():
     return {name: PreTrainedTokenizerFast(tokenizer_object=sentencepiece(name)) for name in DECODERS}
 
 
-whole_characters = st.lists(st.one_of(st.integers(0, 8), st.integers(11, N - 1)), max_size=40)
+# Of bytes that are no characters `tokenizers` makes as many U+FFFD as there are in the run.
+whole_characters = st.lists(
+    st.sampled_from([*([i] for i in range(N) if i not in (9, 10)), [9, 10]]), max_size=20
+).map(lambda parts: [i for part in parts for i in part])
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@given(prompt=whole_characters, ids=st.lists(st.integers(0, N - 1), max_size=6), skip=st.booleans())
+@given(prompt=whole_characters, ids=whole_characters, skip=st.booleans())
 def test_a_prompt_and_what_is_written_behind_it_are_the_text_of_both(
     decoder, by_transformers, prompt, ids, skip
 ):

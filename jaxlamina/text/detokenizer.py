@@ -43,9 +43,7 @@ class ByteDetokenizer:
     """For a vocabulary in which every token has bytes of its own. ``after``: tokens that the text goes on
     behind; a first space is dropped only if these have no text."""
 
-    def __init__(
-        self, vocabulary: TokenBytes, skip_special_tokens: bool, after: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, vocabulary: TokenBytes, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

@@ -91,8 +91,8 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, bytes that are no UTF-8 as U+FFFD; always what a detokenizer streams that nothing
-        stands before."""
+        """The text of `ids`, bytes that are no UTF-8 as U+FFFD; always what a detokenizer streams from the
+        start."""
         detokenizer = self.detokenizer(skip_special_tokens)
         return "".join([*map(detokenizer.add, ids), detokenizer.finish()])
 
@@ -120,6 +120,12 @@ class Tokenizer:
             return text
 
         return WholeTextDetokenizer(decode, after)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds inside a text: UTF-8, maybe part of a character; a special token's name."""
+        if self._bytes is not None:
+            return self._bytes.of_token(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def is_special(self, token: str) -> bool:
         """Whether a text with ``skip_special_tokens`` is without ``token``."""
