@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import Step
+from jaxlamina.text.tokenizer import Tokenizer
 
 V = 97
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -104,7 +106,10 @@ class LetterTokenizer:
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return "".join(self.words[i] for i in ids)
 
-    def detokenizer(self, *how):
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.words[token_id].encode()
+
+    def detokenizer(self, *how, after=()):
         return LetterDetokenizer()
 
 
@@ -323,6 +328,27 @@ def test_stop_strings_cut_the_text_and_streamed_pieces_add_up_to_it():
     assert out.finish_reason == "stop" and out.stop_reason == stop
     assert out.text == text[: text.index(stop)]
     assert "".join(event.new_text for event in events) == out.text
+
+
+def test_text_keeps_the_blank_between_it_and_its_prompt():
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({f"▁{i}": i for i in range(V)}, []))
+    blanks, strip = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Strip(" ", 1, 0)
+    steps = [blanks, tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), strip]
+    inner.decoder = tokenizers.decoders.Sequence(steps)
+    tokenizer = Tokenizer(inner)
+    tokens = continuation([5, 6], 6)
+    text = "".join(f" {token}" for token in tokens)
+    engine = make(tokenizer=tokenizer)
+    first = engine.add_request([5, 6], GREEDY)
+    stopped = engine.add_request([5, 6], SamplingParams(temperature=0.0, stop=[f" {tokens[0]}"]))
+    outputs, events = run(engine)
+    assert outputs[first].text == text == tokenizer.decode([5, 6, *tokens])[len("5 6") :]
+    assert "".join(event.new_text for event in events if event.request_id == first) == text
+    assert (outputs[stopped].text, outputs[stopped].stop_reason) == ("", f" {tokens[0]}")
+    beams = SamplingParams(temperature=0.0, use_beam_search=True, beam_width=2, max_tokens=6, logprobs=1)
+    out = one(engine, [5, 6], beams)
+    shown = [next(iter(entry.values())).decoded_token for entry in out.logprobs or ()]
+    assert out.text == "".join(shown) == text
 
 
 def test_logprobs_hold_the_chosen_token_and_the_likeliest():

@@ -74,6 +74,27 @@ def test_events_say_what_the_whole_answer_says(text, cuts, reason):
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("<think>\n\n</think>\n\nHello", [("message", "\n\nHello")]),
+        ("\n<think>\n hm\n</think> \n", [("reasoning", "\n hm\n")]),
+        ("<think> a</think>\n b", [("reasoning", " a"), ("message", "\n b")]),
+    ],
+)
+def test_blanks_stay_where_they_were_written(text, items):
+    """As in a chat's `reasoning_content` and `content`."""
+    read = READING.reader().whole(text)
+    assert all(found in (read.thought, read.answered) for _, found in items)
+    for pieces in ([text], [*text]):
+        found = form()
+        done = output_of(text, "stop")
+        events = [event for piece in pieces for event in found.piece(0, piece, None, None)]
+        events += [*found.end(0, done.outputs[0]), found.usage_chunk(found.usage([done]))]
+        output = events[-1].model_dump()["response"]["output"]
+        assert [(item["type"], item["content"][0]["text"]) for item in output] == items
+
+
 def test_an_answer_that_cannot_be_finished_ends_with_an_error():
     [name, data] = form().failure(ApiError(503, "the server is shutting down", code="c")).strip().split("\n")
     assert name == "event: error"

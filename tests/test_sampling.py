@@ -170,6 +170,16 @@ def test_greedy_is_argmax_and_padding_rows_do_no_harm():
     assert np.asarray(got.tokens)[:3].tolist() == rows.argmax(-1)[:3].tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-7, 1e-30, 1.2e-38, 1e-38, 1e-40, 1e-50, 5e-324])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 2, "min_p": 0.1}], ids=str)
+def test_a_temperature_near_0_takes_the_likeliest_token(temperature: float, filters: dict):
+    rows = np.tile([1.0, 5.0, 20.0, 7.0, *np.zeros(92)], (4, 1))
+    params = [SamplingParams(temperature=temperature, **filters)] * 3
+    got = sample(rows, [*params, SamplingParams(temperature=1.0, top_k=1)])
+    assert np.asarray(got.tokens).tolist() == [2] * 4
+    assert params[0].greedy == (temperature < 1e-6)
+
+
 def test_a_mixed_batch_keeps_greedy_rows_greedy():
     rows = np.random.default_rng(2).normal(0, 1, (2, V))
     got = sample(rows, [SamplingParams(temperature=0.0), SamplingParams(temperature=5.0, top_k=4)])
@@ -279,7 +289,7 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
             {"n": 2, "temperature": 0.0},
             "n=2, best_of=None with temperature=0 would write the same text 2 times",
         ),
-        ({"best_of": 2, "temperature": 0.0}, "set a temperature above 0, or use_beam_search=True"),
+        ({"best_of": 2, "temperature": 0.0}, "set a temperature of at least 1e-06, or use_beam_search=True"),
         ({"beam_width": 2}, "beam_width=2 is for beam search alone: set use_beam_search=True"),
         ({"length_penalty": 0.5}, "length_penalty=0.5 is for beam search alone"),
         ({"use_beam_search": 1}, "use_beam_search=1 must be True or False"),

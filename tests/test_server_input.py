@@ -18,6 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import WORDS_TEMPLATE, serving
 
+from jaxlamina.server.parameters import sampling_params
+from jaxlamina.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from jaxlamina.server.responses import ResponsesRequest
+
 KEY = "a key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 EXAMPLES = 60
@@ -98,6 +107,34 @@ def test_any_value_in_any_field(server, document, path, data):
     )
     body = BODIES[path] | {name: data.draw(values) for name in names} | {"stream": False}
     send(server, path, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_null_in_any_field_is_as_if_it_were_not_there(server, document, path):
+    nulls = dict.fromkeys(fields_of(document, path)) | BODIES[path]
+    assert send(server, path, nulls)[0] == send(server, path, nulls | {"seed": -1})[0] == 200
+
+
+def test_null_is_the_default():
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for kind, base in (
+        (CompletionRequest, {"prompt": "x"}),
+        (ChatCompletionRequest, chat),
+        (ResponsesRequest, {"input": "x"}),
+        (TokenizeRequest, {"prompt": "x"}),
+    ):
+        nulls = {name: None for name in kind.model_fields if name not in base}
+        found = kind.model_validate(base | nulls)
+        assert found == kind(**base) and found.model_fields_set == {*base}
+    assert StreamOptions(include_usage=None) == StreamOptions()
+    with pytest.raises(ValueError, match="prompt"):
+        CompletionRequest(prompt=None)
+
+
+def test_seeds_below_zero():
+    seeds = {seed: sampling_params(CompletionRequest(prompt="x", seed=seed)).seed for seed in (-1, -2, 0, 7)}
+    assert seeds == {-1: None, -2: 2**64 - 2, 0: 0, 7: 7}
+    assert sampling_params(CompletionRequest(prompt="x", seed=-(2**63))).seed == 2**63
 
 
 @settings(max_examples=EXAMPLES)

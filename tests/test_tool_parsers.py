@@ -31,6 +31,8 @@ TEXTS = [
     ),
     ("hermes", f"<tool_call>no</tool_call>{HERMES}!", "<tool_call>no</tool_call>!", [("f", {"a": "é"})]),
     *(("hermes", text, text, []) for text in ("<tool_call>{", "<tool_call>[1]</tool_call>x", "<tool_")),
+    *(("hermes", f"a{HERMES}b{HERMES[:-n]}", "ab", [("f", {"a": "é"})] * 2) for n in (1, 11, 12, 13)),
+    ("hermes", HERMES[:-14], HERMES[:-14], []),
     ("hermes", '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
     ("llama3_json", f"\n{LLAMA}", "", [("f", {"a": '}{"'})]),
     ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}\n", "", [("f", {"a": '}{"'})] * 2),
@@ -56,6 +58,15 @@ TEXTS = [
     ),
     *(("pythonic", text, text, []) for text in ("[f(x=" + 5000 * "-" + "1)]", "[f(x=" + 300 * "[" + 300 * "]" + ")]")),
 ]  # fmt: skip
+
+
+HUGE = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"x": [-1e999]}}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": {"x": 1e999}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1e999}}]',
+    "pythonic": "[f(x=1e999)]",
+}
+TEXTS += [(form, text, text, []) for form, text in [*HUGE.items(), ("mistral", '[TOOL_CALLS]f{"x": 1e999}')]]
 
 
 def found(calls):

@@ -76,17 +76,17 @@ class Admission:
             seed=dealt if params.seed is None else int(params.seed),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             end_ids=ends,
-            new_text=partial(self._new_text, params),
+            new_text=partial(self._new_text, params, tokens),
             bad_words=bad_words,
             allowed=self._allowed(params, ends if params.min_tokens else (), bad_words),
             matcher=matcher,
         )
 
-    def _new_text(self, params: SamplingParams) -> GeneratedText:
+    def _new_text(self, params: SamplingParams, prompt: Sequence[int]) -> GeneratedText:
         if self.tokenizer is None:
             return GeneratedText(NoText())
         detokenizer = self.tokenizer.detokenizer(
-            params.skip_special_tokens, params.spaces_between_special_tokens
+            params.skip_special_tokens, params.spaces_between_special_tokens, after=prompt
         )
         return GeneratedText(detokenizer, params.stop or (), include_stop=params.include_stop_str_in_output)
 

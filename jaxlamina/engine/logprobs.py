@@ -15,7 +15,8 @@ from jaxlamina.sampling.sampler import Sampled
 
 
 class LogprobEntries:
-    """Makes one entry a position; tokens are shown as ``tokenizer`` has them, or as nothing without one."""
+    """Makes one entry a position; tokens are shown as they are inside a text of ``tokenizer``'s, with U+FFFD
+    for part of a character, or as nothing without one."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -59,5 +60,5 @@ class LogprobEntries:
         if self._tokenizer is None:
             return ""
         if token not in self._decoded:  # the same ones come again and again
-            self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._decoded[token] = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
         return self._decoded[token]

@@ -13,7 +13,7 @@ class Logprob(NamedTuple):
 
     logprob: float
     rank: int  # 1: the likeliest token of the vocabulary
-    decoded_token: str
+    decoded_token: str  # as inside a text, with its blank; part of a character is U+FFFD
 
 
 # One position: token id → Logprob, the token that stands there first, then the likeliest ones in order.

@@ -16,6 +16,8 @@ from jaxlamina.options import option
 from jaxlamina.sampling.structured import StructuredOutputs
 
 _INT32 = 2**31 - 1  # the largest number that arrays of a step hold
+# Below it a draw is the likeliest token anyway; and logits divided by far smaller numbers overflow float32.
+LEAST_TEMPERATURE = 1e-6
 MAX_SEQUENCES = 1024  # of one request
 MAX_LENGTH_PENALTY = 10.0  # tokens to the power of it must be a number
 MAX_LOGPROBS = 20
@@ -48,7 +50,7 @@ class SamplingParams:
 
     - ``max_tokens``: generate at most so many; None: up to the model's length.
     - ``min_tokens``: no end-of-sequence token, stop token or stop string before so many.
-    - ``temperature``: 0 takes the likeliest token; otherwise logits are divided by it.
+    - ``temperature``: 0, or less than 1e-6, takes the likeliest token; otherwise logits are divided by it.
     - ``min_p``: keep tokens at least this fraction as likely as the likeliest; then
       ``top_k``: keep the k likeliest (0 or -1: all); then
       ``top_p``: keep the fewest likeliest ones whose probabilities add up to it.
@@ -250,8 +252,9 @@ class SamplingParams:
             )
         if self.n_sequences > 1 and self.greedy:
             raise UserError(
-                f"n={self.n}, best_of={self.best_of} with temperature=0 would write the same text "
-                f"{self.n_sequences} times: set a temperature above 0, or use_beam_search=True"
+                f"n={self.n}, best_of={self.best_of} with temperature={self.temperature:g} would write the "
+                f"same text {self.n_sequences} times: set a temperature of at least {LEAST_TEMPERATURE}, or "
+                "use_beam_search=True"
             )
 
     def _check_beam_search(self) -> None:
@@ -291,7 +294,7 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @cached_property
     def penalises(self) -> bool:

@@ -56,7 +56,7 @@ class Knobs(NamedTuple):
         seeds = np.zeros((size, 2), np.uint32)
         seeds[: len(rows)] = [(row.seed & 0xFFFFFFFF, row.seed >> 32) for row in rows]
         return cls(
-            temperature=_column([p.temperature for p in params], size, 0, np.float32),
+            temperature=_column([0 if p.greedy else p.temperature for p in params], size, 0, np.float32),
             top_k=_column([p.top_k if p.top_k > 0 else NO_TOKEN for p in params], size, NO_TOKEN, np.int32),
             top_p=_column([p.top_p for p in params], size, 1, np.float32),
             min_p=_column([p.min_p for p in params], size, 0, np.float32),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxlamina.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
@@ -28,11 +28,18 @@ from jaxlamina.server.tools import tool_call
 
 
 class ChatForm(Form):
-    """``reading``: what the text may have in it."""
+    """``reading``: what the text may have in it; ``token_bytes``: of a token id."""
 
     prefix = "chatcmpl"
 
-    def __init__(self, body: ChatCompletionRequest, model: str, prompt: Prompt, reading: Reading) -> None:
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        model: str,
+        prompt: Prompt,
+        reading: Reading,
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
         super().__init__(
             model,
             body.n or 1,
@@ -42,7 +49,7 @@ class ChatForm(Form):
         self._n_top, self._n_prompt_top = body.top_logprobs or 0, body.prompt_logprobs
         self._gives_thoughts = body.include_reasoning
         self._prompt_ids = list(prompt.token_ids) if self.gives_ids else None
-        self._reading = reading
+        self._reading, self._token_bytes = reading, token_bytes
         self._readers = [reading.reader() for _ in range(self.n)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
@@ -137,12 +144,10 @@ class ChatForm(Form):
         return None if entries is None else ChatLogprobs(content=[self._token(entry) for entry in entries])
 
     def _token(self, entry: PositionLogprobs) -> ChatTokenLogprob:
-        chosen: Logprob = next(iter(entry.values()))
-        tops = [_token_logprob(*top) for top in ranked(entry, self._n_top)]
-        return ChatTokenLogprob(
-            **_token_logprob(chosen.decoded_token, chosen.logprob).model_dump(), top_logprobs=tops
-        )
+        tops = [self._token_logprob(*top) for top in ranked(entry, self._n_top)]
+        chosen = self._token_logprob(*next(iter(entry.items())))
+        return ChatTokenLogprob(**chosen.model_dump(), top_logprobs=tops)
 
-
-def _token_logprob(token: str, logprob: float) -> TokenLogprob:
-    return TokenLogprob(token=token, logprob=logprob, bytes=list(token.encode("utf-8")))
+    def _token_logprob(self, token: int, logprob: Logprob) -> TokenLogprob:
+        raw = [*self._token_bytes(token)]
+        return TokenLogprob(token=logprob.decoded_token, logprob=logprob.logprob, bytes=raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
@@ -24,9 +25,9 @@ class CompletionForm(Form):
         body: CompletionRequest,
         model: str,
         prompts: Sequence[Prompt],
-        decode: Callable[[Sequence[int]], str],
+        token_bytes: Callable[[int], bytes],
     ) -> None:
-        """``decode``: token ids as text."""
+        """``token_bytes``: of a token id."""
         super().__init__(
             model,
             body.n or 1,
@@ -34,28 +35,26 @@ class CompletionForm(Form):
             gives_written=body.max_tokens != 0,
             gives_ids=bool(body.return_token_ids),
         )
-        self._prompts = prompts
+        self._prompts, self._token_bytes = prompts, token_bytes
         self._n_top, self._n_prompt_top = body.logprobs or 0, body.prompt_logprobs
         self._echoes = [prompt.text or "" for prompt in prompts] if body.echo else [""] * len(prompts)
-        # A prompt's first token has no entry, so its text must be known; empty unless prompts are echoed with
-        # entries.
-        scores = body.echo and body.logprobs is not None
-        self._firsts = [decode(prompt.token_ids[:1]) for prompt in prompts] if scores else []
-        self._offsets: dict[int, int] = {}  # of each choice's next token in its text
+        self._scores = body.echo and body.logprobs is not None  # prompts have entries, too
+        self._places: dict[int, _Place] = {}  # where each choice's next token begins in its text
         self._begun: set[int] = set()  # choices that have had a chunk
 
     def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         choices = []
         for choice, output, completion in self.choices(outputs):
             completion = self._given(completion)
-            entries: Sequence[PositionLogprobs | None] | None = completion.logprobs
-            if self._firsts:
-                entries = [*(output.prompt_logprobs or ()), *(entries or ())]
+            logprobs = self._of_written(choice, completion.logprobs)
+            if self._scores:
+                of_prompt = self._of_prompt(choice // self.n, output.prompt_logprobs or ())
+                logprobs = of_prompt if logprobs is None else _joined(of_prompt, logprobs)
             choices.append(
                 CompletionChoice(
                     index=choice,
                     text=self._echoes[choice // self.n] + completion.text,
-                    logprobs=self._logprobs(choice, entries),
+                    logprobs=logprobs,
                     finish_reason=completion.finish_reason,
                     stop_reason=completion.stop_reason,
                     prompt_logprobs=prompt_field(output, self._n_prompt_top),
@@ -69,7 +68,7 @@ class CompletionForm(Form):
 
     def opening(self) -> Iterator[CompletionResponse]:
         for which, echo in enumerate(self._echoes):
-            if echo and not self._firsts:
+            if echo and not self._scores:
                 yield from self._echoed(which, None)
 
     def scored(self, which: int, entries: Sequence[PositionLogprobs | None]) -> Iterator[CompletionResponse]:
@@ -79,7 +78,7 @@ class CompletionForm(Form):
         self, which: int, entries: Sequence[PositionLogprobs | None] | None
     ) -> Iterator[CompletionResponse]:
         for choice in range(which * self.n, (which + 1) * self.n):
-            logprobs = self._logprobs(choice, entries)
+            logprobs = None if entries is None else self._of_prompt(which, entries)
             yield self._chunk(CompletionChoice(index=choice, text=self._echoes[which], logprobs=logprobs))
 
     def piece(
@@ -88,7 +87,7 @@ class CompletionForm(Form):
         if entry is None and ids is None:
             yield Text(choice, text)
             return
-        logprobs = self._logprobs(choice, None if entry is None else [entry])
+        logprobs = self._of_written(choice, None if entry is None else [entry])
         yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs, token_ids=ids))
 
     def pass_over(self, which: int, event: TokenEvent) -> None:
@@ -125,32 +124,63 @@ class CompletionForm(Form):
             choice.prompt_token_ids = self._prompt_ids(choice.index)
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=[choice])
 
-    def _logprobs(
-        self, choice: int, entries: Sequence[PositionLogprobs | None] | None
+    def _of_prompt(self, which: int, entries: Sequence[PositionLogprobs | None]) -> CompletionLogprobs:
+        tokens = self._prompts[which].token_ids
+        n_all = len(b"".join(map(self._token_bytes, tokens)).decode("utf-8", "replace"))
+        # What is more than the text is of its start: a token that was put before it, a blank that it drops.
+        return self._logprobs(tokens, entries, _Place(len(self._echoes[which]) - n_all))
+
+    def _of_written(
+        self, choice: int, entries: Sequence[PositionLogprobs] | None
     ) -> CompletionLogprobs | None:
         if entries is None:
             return None
-        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        at = self._offsets.get(choice, 0)
-        for entry in entries:
-            token, logprob = (self._firsts[choice // self.n], None) if entry is None else _stands(entry)
-            found.tokens.append(token)
-            found.token_logprobs.append(logprob)
-            found.top_logprobs.append(None if entry is None else self._tops(entry))
-            found.text_offset.append(at)
-            at += len(token)
-        self._offsets[choice] = at
-        return found
+        place = self._places.setdefault(choice, _Place(len(self._echoes[choice // self.n])))
+        return self._logprobs([next(iter(entry)) for entry in entries], entries, place)
+
+    def _logprobs(
+        self, tokens: Sequence[int], entries: Sequence[PositionLogprobs | None], place: _Place
+    ) -> CompletionLogprobs:
+        tokens = tokens[: len(entries)]
+        return CompletionLogprobs(
+            tokens=[*map(self._name, tokens)],
+            token_logprobs=[
+                None if entry is None else next(iter(entry.values())).logprob for entry in entries
+            ],
+            top_logprobs=[None if entry is None else self._tops(entry) for entry in entries],
+            text_offset=[place.passed(self._token_bytes(token)) for token in tokens],
+        )
 
     def _tops(self, entry: PositionLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the one that stands there. Of several that look alike the likeliest
         counts."""
         found: dict[str, float] = {}
-        for token, logprob in [*ranked(entry, self._n_top), _stands(entry)]:
-            found.setdefault(token, logprob)
+        for token, logprob in [*ranked(entry, self._n_top), next(iter(entry.items()))]:
+            found.setdefault(self._name(token), logprob.logprob)
         return found
 
+    def _name(self, token: int) -> str:
+        """Its text; that of one which is no whole characters says its bytes, as OpenAI's."""
+        raw = self._token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-def _stands(entry: PositionLogprobs) -> tuple[str, float]:
-    stands = next(iter(entry.values()))
-    return stands.decoded_token, stands.logprob
+
+class _Place:
+    """How many characters of a text are whole before its next token; from below 0 for what is not in it."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def passed(self, raw: bytes) -> int:
+        """Where the token of these bytes begins; the next one begins behind it."""
+        at = self._at
+        self._at += len(self._utf8.decode(raw))
+        return max(0, at)
+
+
+def _joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(**{name: [*x, *getattr(then, name)] for name, x in first})

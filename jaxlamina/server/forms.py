@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
+from jaxlamina.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, TokenEvent
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDetails, Usage
 
@@ -155,10 +155,9 @@ class Form(ABC):
         return which * self.n + index
 
 
-def ranked(entry: PositionLogprobs, n: int) -> list[tuple[str, float]]:
+def ranked(entry: PositionLogprobs, n: int) -> list[tuple[int, Logprob]]:
     """The ``n`` likeliest tokens of a position, likeliest first."""
-    likeliest = sorted(entry.values(), key=lambda logprob: logprob.rank)[:n]
-    return [(logprob.decoded_token, logprob.logprob) for logprob in likeliest]
+    return sorted(entry.items(), key=lambda one: one[1].rank)[:n]
 
 
 def prompt_field(output: RequestOutput, n: int | None) -> list[PromptEntry | None] | None:

@@ -56,6 +56,9 @@ def sampling_params(body: CompletionRequest | ChatCompletionRequest) -> Sampling
     if body.use_beam_search:
         given.setdefault("temperature", 0.0)  # beam search draws nothing
     given["logit_bias"] = _logit_bias(body.logit_bias or {})
+    seed = given.pop("seed", -1)
+    if seed != -1:  # which vLLM's clients send for none
+        given["seed"] = seed % 2**64
     try:
         return SamplingParams(**given, structured_outputs=_structured(body))
     except UserError as error:

@@ -212,6 +212,10 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._with_tokenizer("text").decode(tokens, skip_special_tokens=False))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, maybe part of a character; nothing without a tokenizer."""
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         most = max(_LEAST_TEXT, _TEXT_PER_TOKEN * self.max_model_len)
         if len(text) > most:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxlamina.sampling.params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 
@@ -44,7 +44,19 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-class StreamOptions(_Model):
+class _Asked(_Model):
+    """Of a request: null stands for the default, as if the field were not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in required}
+
+
+class StreamOptions(_Asked):
     include_usage: bool = False
 
 
@@ -53,7 +65,7 @@ class ResponseFormat(_Model):
     json_schema: dict[str, Any] | None = None
 
 
-class SamplingFields(_Model):
+class SamplingFields(_Asked):
     """What both kinds of completions take. None: the default."""
 
     model: str | None = None
@@ -61,7 +73,7 @@ class SamplingFields(_Model):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None  # -1: none; below: modulo 2**64
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     use_beam_search: bool = False
@@ -157,7 +169,7 @@ class Tool(_Model):
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class ChatFields(_Model):
+class ChatFields(_Asked):
     """What a chat's prompt is made of."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -298,7 +310,7 @@ class ChatCompletionChunk(_Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class TokenizeRequest(_Model):
+class TokenizeRequest(_Asked):
     """Either ``prompt`` or the fields of a chat."""
 
     model: str | None = None

@@ -216,7 +216,8 @@ class ResponsesForm(Form):
         self._body, self._reading, self._n_tokens = body, reading, n_tokens
         self._reader = reading.reader()
         self._items: list[dict[str, Any]] = []
-        self._thought = self._blank = ""
+        self._thought = ""
+        self._blank = {"reasoning": "", "message": ""}  # text that has begun no item yet, by kind
         self._is_open = False  # the last item gets more text
         self._n_events = 0
         self._ended: CompletionOutput | None = None
@@ -282,11 +283,11 @@ class ResponsesForm(Form):
     def _written(self, kind: str, text: str, even_blank: bool = False) -> Iterator[Answer]:
         """``text`` at the end of an item of ``kind``, the last one or another; blanks alone begin none."""
         if not self._is_open or self._items[-1]["type"] != kind:
-            self._blank += text
-            if not (self._blank.strip() or even_blank):
+            self._blank[kind] += text
+            if not (self._blank[kind].strip() or even_blank):
                 return
             yield from self._closed()
-            text, self._blank = self._blank, ""
+            text, self._blank[kind] = self._blank[kind], ""
             item = self._new_item(kind)
             self._items.append(item)
             self._is_open = True

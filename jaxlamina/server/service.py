@@ -134,11 +134,11 @@ class Service:
             if isinstance(body, ResponsesRequest):
                 form = ResponsesForm(body, self.names[0], reading, self.prompts.n_tokens)
             else:
-                form = ChatForm(asked, self.names[0], prompts[0], reading)
+                form = ChatForm(asked, self.names[0], prompts[0], reading, self.prompts.token_bytes)
         else:
             # 16 where nobody says how many is no wish that must be met in full
             prompts = self.prompts.completion(asked, params)
-            form = CompletionForm(asked, self.names[0], prompts, self.prompts.decode)
+            form = CompletionForm(asked, self.names[0], prompts, self.prompts.token_bytes)
         if len(prompts) * params.n_sequences > MAX_CONTINUATIONS:
             raise refused(
                 f"{len(prompts)} prompts with {params.n_sequences} continuations each are too many: a "

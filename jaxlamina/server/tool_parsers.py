@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
@@ -54,7 +55,8 @@ class ForcedCallParser(CallParser):
 
 
 class HermesParser(CallParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the text."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the text; the last mark may be
+    missing, or part of it, where the text ends."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     marks = (OPEN, CLOSE)
@@ -82,7 +84,9 @@ class HermesParser(CallParser):
 
     def finish(self) -> tuple[str, list[Call]]:
         held, self._held = self._held, ""
-        return held, []
+        call = held.removeprefix(self.OPEN)  # all that is held, if it has the mark
+        calls = [] if call == held else _calls(call[: len(call) - overlap(call, self.CLOSE)])
+        return ("", calls) if calls else (held, [])
 
 
 class Llama3Parser(CallParser):
@@ -299,13 +303,18 @@ def _n_blanks(text: str) -> int:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+    raise ValueError(f"{constant} is no number of JSON's")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
 
 
 def _loads(text: str) -> Any:
-    """A JSON value, or None for what is none."""
+    """A JSON value, or None for what is none, or has a number that could not be written as JSON again."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 

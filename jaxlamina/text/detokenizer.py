@@ -3,7 +3,8 @@
 Every token stands for some bytes; text is those bytes decoded as UTF-8, with one U+FFFD for each maximal
 invalid run (what `tokenizers` and Python both do). So a streamed text is by construction the text of the
 whole sequence. Knows the decoders of byte-level BPE and of SentencePiece-like vocabularies; for any other it
-asks `tokenizers` for the whole text again each time. Knows nothing of prompts or stop strings.
+asks `tokenizers` for the whole text again each time. A text may go on behind other tokens, as what a model
+writes does behind its prompt. Knows nothing of stop strings.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tokenizers
@@ -39,13 +40,16 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """For a vocabulary in which every token has bytes of its own."""
+    """For a vocabulary in which every token has bytes of its own. ``after``: tokens that the text goes on
+    behind; a first space is dropped only if these have no text."""
 
-    def __init__(self, vocabulary: TokenBytes, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: TokenBytes, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = vocabulary.strip_first
+        self._strip = vocabulary.strip_first and not any(
+            vocabulary.of_token(i) for i in after if i not in self._skipped
+        )
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -63,12 +67,13 @@ class ByteDetokenizer:
 
 
 class WholeTextDetokenizer:
-    """For any other decoder: decodes everything again at each token, so its cost grows with the square."""
+    """For any other decoder: decodes everything again at each token, so its cost grows with the square.
+    ``after``: tokens that the text goes on behind."""
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        self._shown = ""
+        self._ids = _end_with_text(decode, after)
+        self._shown = decode(self._ids)
 
     def add(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -82,6 +87,17 @@ class WholeTextDetokenizer:
         text = self._decode(self._ids)
         new, self._shown = text[len(self._shown) :], text
         return new
+
+
+def _end_with_text(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[int]:
+    """A short end of ``ids`` that has text, if any has, without a character that is still open."""
+    n = 8
+    while n < len(ids) and not decode([*ids[-n:]]):
+        n *= 2
+    end = [*ids[-n:]]
+    while decode(end).endswith(REPLACEMENT):
+        end.pop()
+    return end
 
 
 def token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:

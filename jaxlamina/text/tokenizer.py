@@ -91,20 +91,26 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, bytes that are no UTF-8 as U+FFFD; always what a detokenizer streams."""
+        """The text of `ids`, bytes that are no UTF-8 as U+FFFD; always what a detokenizer streams from the
+        start."""
         detokenizer = self.detokenizer(skip_special_tokens)
         return "".join([*map(detokenizer.add, ids), detokenizer.finish()])
 
     def detokenizer(
-        self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        after: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
         """A fresh stream of text: `.add(token_id)` for each token, `.finish()` at the end.
 
+        ``after``: tokens that stand before it, such as a prompt's. The blank that some tokenizers drop at the
+        start of a text is kept behind them: the text of both is that of the one and then the other.
         ``spaces_between_special_tokens``: False leaves out the blanks that some decoders put between two
         special tokens.
         """
         if self._bytes is not None:  # these put none
-            return ByteDetokenizer(self._bytes, skip_special_tokens)
+            return ByteDetokenizer(self._bytes, skip_special_tokens, after)
 
         def decode(ids: list[int]) -> str:
             text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -113,7 +119,13 @@ class Tokenizer:
                     text = text.replace(f"{one} {next_}", one + next_) if one and next_ else text
             return text
 
-        return WholeTextDetokenizer(decode)
+        return WholeTextDetokenizer(decode, after)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds inside a text: UTF-8, maybe part of a character; a special token's name."""
+        if self._bytes is not None:
+            return self._bytes.of_token(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def is_special(self, token: str) -> bool:
         """Whether a text with ``skip_special_tokens`` is without ``token``."""
