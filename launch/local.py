@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.process.host_memory import memory_folder
-from jaxlamina.process.owned_folder import PIPES, owned_folder
+from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder
 from jaxlamina.server.pieces import SECRET
 from launch.commands import (
     handing_on,
@@ -33,6 +34,7 @@ from launch.commands import (
     mpirun_among,
     mpirun_argv,
     plain_children,
+    session_in,
 )
 from launch.options import LaunchOptions, parse
 from launch.processes import LAUNCHED, Job
@@ -48,15 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--rank is for `python -m launch`, one rank; this starts all of them")
         options = _on_free_ports(options)
         cluster = options.cluster()
-        # Another host must not have it, as it may have /tmp.
-        with owned_folder(memory_folder(), PIPES) as folder:
-            return _job(cluster, options, str(folder)).run()
+        with (
+            owned_folder(
+                memory_folder(), PIPES
+            ) as folder,  # another host must not have it, as it may have /tmp
+            owned_folder(Path(tempfile.gettempdir()), MPI_FILES) as mpi_files,
+        ):
+            return _job(cluster, options, str(folder), str(mpi_files)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
+def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str = "") -> Job:
     environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
     job = partial(
         Job,
@@ -78,7 +84,7 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
         )
     mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
-    child = mpi_child(mpirun, options, environment, folder)
+    child = mpi_child(mpirun, options, session_in(mpi_files) | environment, folder)
     return job([child], pipes=pipes)
 
 

@@ -23,6 +23,7 @@ from jaxlamina.job.tls import tls_of
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.process.parents import end_with_parent
 from launch import devices
+from launch.commands import segments_in
 from launch.options import LaunchOptions, parse
 from launch.processes import FIRST_PID, LAUNCHED
 from launch.roles import Place, place
@@ -134,8 +135,11 @@ def _redirect(rank: int) -> None:
     if folder is None:
         return
     end_with_parent()
-    if rank == 0 and Path(folder).exists():
-        Path(folder, FIRST_PID).write_text(str(os.getpid()))
+    if Path(folder).exists():
+        for name, value in segments_in(folder).items():
+            os.environ.setdefault(name, value)
+        if rank == 0:
+            Path(folder, FIRST_PID).write_text(str(os.getpid()))
     pipe = Path(folder, str(rank))
     if not pipe.exists():  # plain processes have pipes of their own already
         return

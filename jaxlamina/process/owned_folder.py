@@ -21,6 +21,8 @@ from jaxlamina.errors import UserError
 
 PIPES = "jaxlamina-pipes"
 """The kind of those that launchers make in memory."""
+MPI_FILES = "jaxlamina-mpi"
+"""The kind of those that launchers make for what mpirun keeps, among temporary files."""
 _LOCK = "lock"
 _NEW_S = 60.0  # until a folder has its lock
 
