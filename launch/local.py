@@ -51,9 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _on_free_ports(options)
         cluster = options.cluster()
         with (
-            owned_folder(
-                memory_folder(), PIPES
-            ) as folder,  # another host must not have it, as it may have /tmp
+            # Another host must not have it, as it may have /tmp.
+            owned_folder(memory_folder(), PIPES) as folder,
             owned_folder(Path(tempfile.gettempdir()), MPI_FILES) as mpi_files,
         ):
             return _job(cluster, options, str(folder), str(mpi_files)).run()

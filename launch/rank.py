@@ -70,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_starter(cluster, here)
         secret_of(cluster, os.environ)  # before anything takes long
         tls_of(cluster)
-        os.environ.update(devices.variables(cluster, here, n_gpus(os.environ)))
+        n = n_gpus(os.environ)
+        os.environ.update(devices.variables(cluster, here, n))
+        if note := devices.note(cluster, here, n):
+            print(f"note: {note}", file=sys.stderr, flush=True)
         return _work(cluster, here.rank, options)
     except UserError as error:
         code, text = BAD_INPUT, str(error)

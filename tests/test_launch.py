@@ -210,6 +210,17 @@ def test_a_rank_without_a_gpu_says_so():
     assert [x.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for x in found] == ["0.9", None]
 
 
+def test_a_rank_whose_place_on_its_host_nobody_says_tells_which_gpu_it_takes():
+    cluster, here = Cluster(dop=(1, 2)), Place(2, 3, None, "mpirun")
+    assert devices.variables(cluster, here, 4) == {"JAXLAMINA_DEVICE": "0"}
+    said = devices.note(cluster, here, 4)
+    assert said.startswith("rank 2 (attention worker 1): nothing says which of its host's ranks it is")
+    assert "GPU 0 of 4" in said and "CUDA_VISIBLE_DEVICES" in said
+    on_cpu = Cluster(transport="mpi", dop=(1, 2), attention_platform="cpu")
+    known = Place(2, 3, 2, "mpirun")
+    assert not any(devices.note(*x) for x in ((cluster, here, 1), (cluster, known, 4), (on_cpu, here, 4)))
+
+
 def test_slurm_gives_a_task_its_own_gpu():
     cluster = Cluster(model_platform="cuda", attention_platform="cuda")
     found = devices.variables(cluster, Place(1, 2, 1, "srun"), n_gpus=1)
