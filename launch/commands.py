@@ -19,6 +19,11 @@ OPEN_MPI = (
 )
 
 
+# What says of one rank which it is: a starter that itself has it (it may be a rank of another job) keeps it to
+# itself.
+OF_ONE_RANK = ("JAXLAMINA_RANK", "JAXLAMINA_N_RANKS", "JAXLAMINA_LOCAL_RANK", "JAXLAMINA_DEVICE")
+
+
 def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
     """One rank, by this interpreter. ``-P``: a folder `launch` where the user is must not be taken for
     ours."""

@@ -28,6 +28,7 @@ from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder
 from jaxlamina.server.pieces import SECRET
 from launch.commands import (
+    OF_ONE_RANK,
     handing_on,
     is_open_mpi,
     mpi_child,
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str = "") -> Job:
-    environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
+    environment = {name: value for name, value in os.environ.items() if name not in OF_ONE_RANK}
+    environment[JOB] = secrets.token_hex(16)  # by which rank 0 knows its own
     job = partial(
         Job,
         describe=cluster.describe,

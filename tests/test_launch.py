@@ -129,6 +129,20 @@ def test_each_job_has_a_word_of_its_own_that_all_its_ranks_know():
     assert len(one) == 3 and len(set(one)) == 1 and len(one[0]) == 32 and one[0] != other[0]
 
 
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "xla"])
+def test_which_rank_the_starter_itself_is_reaches_no_rank(monkeypatch, tmp_path, transport):
+    for name in ("RANK", "N_RANKS", "LOCAL_RANK", "DEVICE"):
+        monkeypatch.setenv(f"JAXLAMINA_{name}", "7")
+    options = LaunchOptions(None, ("dop=1,2", f"transport={transport}"), None, GENERATE)
+    children = local._job(options.cluster(), options, str(tmp_path))._children
+    assert len(children) == (1 if transport == "mpi" else 3)
+    assert not any(
+        child.environment.get(f"JAXLAMINA_{name}") == "7"
+        for child in children
+        for name in ("RANK", "N_RANKS", "LOCAL_RANK", "DEVICE")
+    )
+
+
 def test_a_server_has_time_to_end_and_no_stdin():
     serve = LaunchOptions(None, (), None, ("serve", "--shutdown-timeout=7", "--port", "0"))
     assert 7 < serve.end_s < 100 < LaunchOptions(None, (), None, ("serve", "--shutdown-timeout", "99")).end_s
@@ -279,7 +293,10 @@ def test_the_slurm_script_starts_a_rank_a_task_and_names_rank_0s_node(slurm):
     options = parse("launch", "", words[at + 1 :])
     cluster = options.cluster()
     assert options.command == GENERATE
-    assert (cluster.control, cluster.coordinator) == ("gpu7:20041", "gpu7:20042")
+    assert (cluster.control, cluster.coordinator) == ("gpu7:20082", "gpu7:20083")
+    words = slurm(*GENERATE, SLURM_JOB_ID="42", JAXLAMINA_CONFIG=config)
+    beside = parse("launch", "", words[words.index("launch") + 1 :]).cluster()
+    assert not {cluster.control, cluster.coordinator} & {beside.control, beside.coordinator}
     assert f"#SBATCH --ntasks={cluster.n_ranks}\n" in script
 
 
