@@ -124,6 +124,8 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ('coordinator = "a:70000"\n', "coordinator='a:70000' must be host:port"),
         ("step_deadline_s = 0\n", "step_deadline_s=0.0 must be a number of seconds above 0"),
         ("heartbeat_s = inf\n", "heartbeat_s=inf must be a number of seconds above 0"),
+        ("heartbeat_s = 1e10\n", "above 0, and 2592000 (30 days) at most"),
+        ("start_deadline_s = 2592001\n", "2592000 (30 days) at most"),
         ('model_platform = "gpu"\n', "model_platform='gpu' must be one of cpu, cuda, tpu"),
         ("model = 7\n", "model=7 must be text"),
         ('model = ""\n', "must be a name, a folder or a file"),
