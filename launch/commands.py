@@ -19,7 +19,7 @@ OPEN_MPI = (
 )
 
 
-# What says of one rank which it is: a starter that has it, maybe as a rank of another job, keeps it to itself.
+# What says of one rank which it is. A starter that has it, as a rank of another job may, keeps it to itself.
 OF_ONE_RANK = ("JAXLAMINA_RANK", "JAXLAMINA_N_RANKS", "JAXLAMINA_LOCAL_RANK", "JAXLAMINA_DEVICE")
 
 

@@ -183,7 +183,8 @@ class Cluster(ModelOptions):
     )
     start_deadline_s: float = seconds(
         120.0,
-        "Until all ranks have come; a rank that has not is named, and the job ends.",
+        "Until all ranks have come, and again until all have made their first exchange; a rank that has not "
+        "is named, and the job ends.",
         above=True,
     )
     step_deadline_s: float = seconds(
