@@ -121,6 +121,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ("token_block = true\n", "token_block=True must be a whole number"),
         ("q_first = 1\n", "q_first=1 must be true or false"),
         ('control = "somewhere"\n', "control='somewhere' must be host:port"),
+        ('control = "10.1.2.3 fd00::1:29400"\n', "control='10.1.2.3 fd00::1:29400' must be host:port"),
         ('coordinator = "a:70000"\n', "coordinator='a:70000' must be host:port"),
         ("step_deadline_s = 0\n", "step_deadline_s=0.0 must be a number of seconds above 0"),
         ("heartbeat_s = inf\n", "heartbeat_s=inf must be a number of seconds above 0"),

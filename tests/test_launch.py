@@ -302,7 +302,8 @@ def test_the_slurm_script_starts_a_rank_a_task_and_names_rank_0s_node(slurm):
 
 def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest: pip install pyyaml")
-    config, job = yaml.safe_load_all((EXAMPLES / "mpijob.yaml").read_text())
+    text = (EXAMPLES / "mpijob.yaml").read_text()
+    config, job = yaml.safe_load_all(text)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     spec = job["spec"]
     launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
@@ -314,13 +315,18 @@ def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
     for pod in (launcher, worker):
         pod = pod["template"]["spec"]
         [container] = pod["containers"]
-        [mount] = container["volumeMounts"]
-        volumes = {volume["name"]: volume["configMap"]["name"] for volume in pod["volumes"]}
-        assert volumes[mount["name"]] == config["metadata"]["name"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes.keys() == mounts.keys()
+        assert volumes["cluster"]["configMap"]["name"] == config["metadata"]["name"]
+        assert cluster.job_secret_file == mounts["secret"] + "/job.secret"
+        secret = volumes["secret"]["secret"]
+        assert secret["defaultMode"] == 0o400, "a rank takes no secret that others may read"
+        assert f"create secret generic {secret['secretName']} --from-literal=job.secret=" in text
         on_gpu = "nvidia.com/gpu" in container["resources"].get("limits", {})
         assert on_gpu == (pod is launcher["template"]["spec"])
     [container] = launcher["template"]["spec"]["containers"]
-    stub = 'mpirun() { for word; do printf "%s\\n" "$word"; done; }; hostname() { echo 10.1.2.3; }\n'
+    stub = 'mpirun() { for word; do printf "%s\\n" "$word"; done; }; hostname() { echo 10.1.2.3 fd00::1; }\n'
     done = subprocess.run(
         [*container["command"], stub + container["args"][0]], check=True, capture_output=True, text=True
     )

@@ -439,7 +439,8 @@ def address(name: str, text: str) -> tuple[str, int]:
     """Host and port of "host:port" ("[::1]:29400" for IPv6). Raises `UserError`, naming the field
     ``name``."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_host = host and not any(letter.isspace() for letter in host)
+    if not colon or not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"{name}={text!r} must be host:port, such as 127.0.0.1:29400")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
