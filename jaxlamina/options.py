@@ -87,6 +87,17 @@ def option(default: Any, help: str, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(help, **how)})
 
 
+MOST_S = 30 * 24 * 3600
+"""Seconds that anything may wait for: the system's timers take no number at all."""
+
+
+def seconds(default: float, help: str, *, least: float = 0, above: bool = False) -> Any:
+    """A field that is an option of so many seconds: at most 30 days."""
+    beginning = f"above {least:g}" if above else f"at least {least:g}"
+    rule = f"a number of seconds {beginning}, and {MOST_S} (30 days) at most"
+    return option(default, help, least=least, most=MOST_S, above=above, rule=rule)
+
+
 @dataclass(frozen=True)
 class Definition:
     """An option with its name, annotation and default."""

@@ -19,6 +19,10 @@ OPEN_MPI = (
 )
 
 
+# What says of one rank which it is. A starter that has it, as a rank of another job may, keeps it to itself.
+OF_ONE_RANK = ("JAXLAMINA_RANK", "JAXLAMINA_N_RANKS", "JAXLAMINA_LOCAL_RANK", "JAXLAMINA_DEVICE")
+
+
 def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
     """One rank, by this interpreter. ``-P``: a folder `launch` where the user is must not be taken for
     ours."""
@@ -35,6 +39,18 @@ def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
         return ("mpirun", "-n", str(n_ranks))
     as_root = ("--allow-run-as-root",) if root else ()
     return ("mpirun", "-n", str(n_ranks), *as_root, *OPEN_MPI)
+
+
+def segments_in(folder: str) -> dict[str, str]:
+    """By which a rank's Open MPI, of version 4 or 5, puts memory that it shares with others of its host into
+    ``folder``: 4 MiB, which a rank that is killed together with mpirun leaves behind."""
+    return {f"OMPI_MCA_btl_{of}_backing_directory": folder for of in ("vader", "sm")}
+
+
+def session_in(folder: str) -> dict[str, str]:
+    """By which an mpirun of this host alone, Open MPI's of version 4, puts its own files into ``folder``:
+    8 MB, which one that is killed leaves behind."""
+    return {"OMPI_MCA_orte_tmpdir_base": folder}
 
 
 def is_open_mpi(version: str) -> bool:

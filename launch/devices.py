@@ -31,7 +31,7 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
         found[MEMORY_SHARE] = str(cluster.gpu_memory_utilization)
     if n_gpus == 1 and place.starter == "srun":
         return found | {"JAXLAMINA_DEVICE": "0"}  # Slurm has given this task a GPU of its own
-    first = place.rank - place.local_rank
+    first = place.rank - (place.local_rank or 0)
     taken = sum(cluster.platform(rank) in (None, "cuda") for rank in range(first, place.rank))
     if taken < n_gpus:
         found["JAXLAMINA_DEVICE"] = str(taken)
@@ -42,3 +42,13 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
             'host, or give one of the pools the platform "cpu"'
         )
     return found
+
+
+def note(cluster: Cluster, place: Place, n_gpus: int) -> str:
+    """What to tell the user of this rank's choice of one of several GPUs; "" where nothing is."""
+    if place.local_rank is not None or n_gpus < 2 or cluster.platform(place.rank) not in (None, "cuda"):
+        return ""
+    return (
+        f"{cluster.describe(place.rank)}: nothing says which of its host's ranks it is, so it takes GPU 0 of "
+        f"{n_gpus}: where other ranks are on this host, give each its own by CUDA_VISIBLE_DEVICES"
+    )

@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,15 +25,17 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.process.host_memory import memory_folder
-from jaxlamina.process.owned_folder import PIPES, owned_folder
+from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder
 from jaxlamina.server.pieces import SECRET
 from launch.commands import (
+    OF_ONE_RANK,
     handing_on,
     is_open_mpi,
     mpi_child,
     mpirun_among,
     mpirun_argv,
     plain_children,
+    session_in,
 )
 from launch.options import LaunchOptions, parse
 from launch.processes import LAUNCHED, Job
@@ -48,16 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--rank is for `python -m launch`, one rank; this starts all of them")
         options = _on_free_ports(options)
         cluster = options.cluster()
-        # Another host must not have it, as it may have /tmp.
-        with owned_folder(memory_folder(), PIPES) as folder:
-            return _job(cluster, options, str(folder)).run()
+        with (
+            # Another host must not have it, as it may have /tmp.
+            owned_folder(memory_folder(), PIPES) as folder,
+            owned_folder(Path(tempfile.gettempdir()), MPI_FILES) as mpi_files,
+        ):
+            return _job(cluster, options, str(folder), str(mpi_files)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
-    environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
+def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str = "") -> Job:
+    environment = {name: value for name, value in os.environ.items() if name not in OF_ONE_RANK}
+    environment[JOB] = secrets.token_hex(16)  # by which rank 0 knows its own
     job = partial(
         Job,
         describe=cluster.describe,
@@ -78,7 +85,7 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
         )
     mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
-    child = mpi_child(mpirun, options, environment, folder)
+    child = mpi_child(mpirun, options, session_in(mpi_files) | environment, folder)
     return job([child], pipes=pipes)
 
 

@@ -161,6 +161,7 @@ class Job:
         self._held: list[str] = []  # mpirun's own reports
         self._in_report = False
         self._code = 0
+        self._killed_starter = ""  # the line that says so
         self._signal: int | None = None
         self._is_asked_to_end = False
         self._deadline: float | None = None
@@ -312,6 +313,9 @@ class Job:
             self._failed(code)
             if running.child.rank is not None:
                 self._note(running.child.rank, *((code, None) if code > 0 else (None, -code)))
+            elif code < 0:
+                name = Path(running.child.argv[0]).name
+                self._killed_starter = f"error: {name}, which had started the ranks, was {_killed_by(-code)}"
 
     def _failed(self, code: int) -> None:
         """Which of several that fail is seen first is chance, so the worst is what counts."""
@@ -325,9 +329,7 @@ class Job:
             pass
         if self._reason.has_spoken(rank):
             return
-        what = f"ended with exit code {code}" if number is None else f"killed by {_signal_name(number)}"
-        if number == signal.SIGKILL:
-            what += "; if nobody did that, its host ran out of memory"
+        what = f"ended with exit code {code}" if number is None else _killed_by(number)
         # A library that gives up over a lost peer aborts.
         killed = number not in (None, signal.SIGABRT)
         self._reason.add(_Report(rank, rank, f"error: {self._describe(rank)}: {what}", killed))
@@ -368,10 +370,11 @@ class Job:
                     self._note(rank, *((None, number) if is_signal else (number, None)))
         lines = self._reason.in_order()
         if not lines:
-            for line in self._held:
-                _say(line)
-            if self._code:
-                _say(f"error: the ranks ended with exit code {self._code}")
+            lines += self._held
+            if self._code and not self._killed_starter:
+                lines.append(f"error: the ranks ended with exit code {self._code}")
+        if self._killed_starter:  # it began the end: ranks end with it
+            lines.append(self._killed_starter)
         for line in lines:
             _say(line)
 
@@ -385,6 +388,11 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:  # nobody reads any more; the job goes on
         pass
+
+
+def _killed_by(number: int) -> str:
+    note = "; if nobody did that, its host ran out of memory" if number == signal.SIGKILL else ""
+    return f"killed by {_signal_name(number)}{note}"
 
 
 def _signal_name(number: int) -> str:

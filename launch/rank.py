@@ -23,6 +23,7 @@ from jaxlamina.job.tls import tls_of
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.process.parents import end_with_parent
 from launch import devices
+from launch.commands import segments_in
 from launch.options import LaunchOptions, parse
 from launch.processes import FIRST_PID, LAUNCHED
 from launch.roles import Place, place
@@ -69,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_starter(cluster, here)
         secret_of(cluster, os.environ)  # before anything takes long
         tls_of(cluster)
-        os.environ.update(devices.variables(cluster, here, n_gpus(os.environ)))
+        n = n_gpus(os.environ)
+        os.environ.update(devices.variables(cluster, here, n))
+        if note := devices.note(cluster, here, n):
+            print(f"note: {note}", file=sys.stderr, flush=True)
         return _work(cluster, here.rank, options)
     except UserError as error:
         code, text = BAD_INPUT, str(error)
@@ -134,8 +138,11 @@ def _redirect(rank: int) -> None:
     if folder is None:
         return
     end_with_parent()
-    if rank == 0 and Path(folder).exists():
-        Path(folder, FIRST_PID).write_text(str(os.getpid()))
+    if Path(folder).exists():
+        for name, value in segments_in(folder).items():
+            os.environ.setdefault(name, value)
+        if rank == 0:
+            Path(folder, FIRST_PID).write_text(str(os.getpid()))
     pipe = Path(folder, str(rank))
     if not pipe.exists():  # plain processes have pipes of their own already
         return

@@ -31,13 +31,13 @@ _STARTERS: tuple[tuple[Starter, tuple[str, ...], tuple[str, ...], tuple[str, ...
 class Place:
     """A process among those of its job: its rank, and its place among those on its host, from 0.
 
-    n_ranks: of the job; None where its starter does not say. starter: "mpirun", "srun" or "jaxlamina" (no MPI
-    there).
+    n_ranks: of the job; None where its starter does not say, as with local_rank. starter: "mpirun", "srun" or
+    "jaxlamina" (no MPI there).
     """
 
     rank: int
     n_ranks: int | None
-    local_rank: int
+    local_rank: int | None
     starter: Starter
 
 
@@ -56,12 +56,15 @@ def place(environment: Mapping[str, str], rank: int | None = None) -> Place:
                 f"--rank {rank} is given, but {rank_names[0]}={found}: leave out --rank under {starter}"
             )
         local = _number(environment, local_names)
-        return Place(found, _number(environment, size_names), local or 0, starter)
+        if local is None and rank_names == ("PMI_RANK",):  # srun may speak PMI, which does not have this
+            local = _number(environment, ("SLURM_LOCALID",))
+            starter = starter if local is None else "srun"
+        return Place(found, _number(environment, size_names), local, starter)
     if rank is None:
         raise UserError(
             "nothing says which rank this is: start it by mpirun, srun or `jaxlamina launch`, or give --rank"
         )
-    return Place(rank, None, 0, "jaxlamina")
+    return Place(rank, None, None, "jaxlamina")
 
 
 def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:

@@ -346,7 +346,7 @@ def main(job: dict[str, Any]) -> int:
     else:
         at = place(os.environ)
         if job["platform"] != "cpu":
-            os.environ["JAXLAMINA_DEVICE"] = str(at.local_rank % job["n_gpus"])
+            os.environ["JAXLAMINA_DEVICE"] = str((at.local_rank or 0) % job["n_gpus"])
         cluster = Cluster.load(None, job["cluster"])
         if at.rank > 0:
             return ranks.serve(cluster, at.rank)

@@ -120,6 +120,14 @@ def test_a_kind_of_step_that_cannot_pay_is_not_tried() -> None:
     assert seen(n / 4, 3 * n / 4) == {1, 2}
 
 
+def test_only_one_batch_may_be_predicted() -> None:
+    """So the other is tried, and what is predicted of the one is what it could be shorter than."""
+    balance = Balance(Speeds(1e-8, 1e-8, 1e-4), (1, 2), lambda n_rows, n: 1e-3 if n == 1 else None)
+    assert {balance.n_batches(8, 1e2, 1e2, (1, 2)) for _ in range(9)} == {1, 2}
+    slow = Balance(Speeds(1e-8, 1e-8, 1e-1), (1, 2), lambda n_rows, n: 1e-3 if n == 1 else None)
+    assert {slow.n_batches(8, 1e2, 1e2, (1, 2)) for _ in range(9)} == {1}
+
+
 @pytest.mark.parametrize("partition", ["tokens", "requests"])
 def test_pools_stay_even_while_requests_come_and_go(partition: str) -> None:
     """Ten minutes of a step each tenth of a second: in the median step busy times differ by a tenth at most,

@@ -129,6 +129,20 @@ def test_each_job_has_a_word_of_its_own_that_all_its_ranks_know():
     assert len(one) == 3 and len(set(one)) == 1 and len(one[0]) == 32 and one[0] != other[0]
 
 
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "xla"])
+def test_which_rank_the_starter_itself_is_reaches_no_rank(monkeypatch, tmp_path, transport):
+    for name in ("RANK", "N_RANKS", "LOCAL_RANK", "DEVICE"):
+        monkeypatch.setenv(f"JAXLAMINA_{name}", "7")
+    options = LaunchOptions(None, ("dop=1,2", f"transport={transport}"), None, GENERATE)
+    children = local._job(options.cluster(), options, str(tmp_path))._children
+    assert len(children) == (1 if transport == "mpi" else 3)
+    assert not any(
+        child.environment.get(f"JAXLAMINA_{name}") == "7"
+        for child in children
+        for name in ("RANK", "N_RANKS", "LOCAL_RANK", "DEVICE")
+    )
+
+
 def test_a_server_has_time_to_end_and_no_stdin():
     serve = LaunchOptions(None, (), None, ("serve", "--shutdown-timeout=7", "--port", "0"))
     assert 7 < serve.end_s < 100 < LaunchOptions(None, (), None, ("serve", "--shutdown-timeout", "99")).end_s
@@ -210,6 +224,17 @@ def test_a_rank_without_a_gpu_says_so():
     assert [x.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for x in found] == ["0.9", None]
 
 
+def test_a_rank_whose_place_on_its_host_nobody_says_tells_which_gpu_it_takes():
+    cluster, here = Cluster(dop=(1, 2)), Place(2, 3, None, "mpirun")
+    assert devices.variables(cluster, here, 4) == {"JAXLAMINA_DEVICE": "0"}
+    said = devices.note(cluster, here, 4)
+    assert said.startswith("rank 2 (attention worker 1): nothing says which of its host's ranks it is")
+    assert "GPU 0 of 4" in said and "CUDA_VISIBLE_DEVICES" in said
+    on_cpu = Cluster(transport="mpi", dop=(1, 2), attention_platform="cpu")
+    known = Place(2, 3, 2, "mpirun")
+    assert not any(devices.note(*x) for x in ((cluster, here, 1), (cluster, known, 4), (on_cpu, here, 4)))
+
+
 def test_slurm_gives_a_task_its_own_gpu():
     cluster = Cluster(model_platform="cuda", attention_platform="cuda")
     found = devices.variables(cluster, Place(1, 2, 1, "srun"), n_gpus=1)
@@ -268,13 +293,17 @@ def test_the_slurm_script_starts_a_rank_a_task_and_names_rank_0s_node(slurm):
     options = parse("launch", "", words[at + 1 :])
     cluster = options.cluster()
     assert options.command == GENERATE
-    assert (cluster.control, cluster.coordinator) == ("gpu7:20041", "gpu7:20042")
+    assert (cluster.control, cluster.coordinator) == ("gpu7:20082", "gpu7:20083")
+    words = slurm(*GENERATE, SLURM_JOB_ID="42", JAXLAMINA_CONFIG=config)
+    beside = parse("launch", "", words[words.index("launch") + 1 :]).cluster()
+    assert not {cluster.control, cluster.coordinator} & {beside.control, beside.coordinator}
     assert f"#SBATCH --ntasks={cluster.n_ranks}\n" in script
 
 
 def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest: pip install pyyaml")
-    config, job = yaml.safe_load_all((EXAMPLES / "mpijob.yaml").read_text())
+    text = (EXAMPLES / "mpijob.yaml").read_text()
+    config, job = yaml.safe_load_all(text)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     spec = job["spec"]
     launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
@@ -286,13 +315,18 @@ def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
     for pod in (launcher, worker):
         pod = pod["template"]["spec"]
         [container] = pod["containers"]
-        [mount] = container["volumeMounts"]
-        volumes = {volume["name"]: volume["configMap"]["name"] for volume in pod["volumes"]}
-        assert volumes[mount["name"]] == config["metadata"]["name"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes.keys() == mounts.keys()
+        assert volumes["cluster"]["configMap"]["name"] == config["metadata"]["name"]
+        assert cluster.job_secret_file == mounts["secret"] + "/job.secret"
+        secret = volumes["secret"]["secret"]
+        assert secret["defaultMode"] == 0o400, "a rank takes no secret that others may read"
+        assert f"create secret generic {secret['secretName']} --from-literal=job.secret=" in text
         on_gpu = "nvidia.com/gpu" in container["resources"].get("limits", {})
         assert on_gpu == (pod is launcher["template"]["spec"])
     [container] = launcher["template"]["spec"]["containers"]
-    stub = 'mpirun() { for word; do printf "%s\\n" "$word"; done; }; hostname() { echo 10.1.2.3; }\n'
+    stub = 'mpirun() { for word; do printf "%s\\n" "$word"; done; }; hostname() { echo 10.1.2.3 fd00::1; }\n'
     done = subprocess.run(
         [*container["command"], stub + container["args"][0]], check=True, capture_output=True, text=True
     )

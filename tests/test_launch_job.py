@@ -292,3 +292,66 @@ def test_all_ranks_of_one_host_by_mpirun_end_with_the_line_of_the_one_that_faile
     last = done.stderr.splitlines()[-1]
     assert last.startswith(("error: rank 1 (attention worker 0)", "error: rank 2 (attention worker 1)"))
     assert "no GPU is left for this rank" in last
+
+
+DOES_NOT_MEET = """
+import sys, time
+from jaxlamina import ranks
+def main(cluster, rank):
+    if rank == 2:  # alive, with all of its heartbeats
+        sys.modules[ranks.serve.__module__].open_transport = lambda *_, **__: time.sleep(1000)
+    return ranks.serve(cluster, rank) if rank else ranks.join(cluster, 0).close() or 0
+"""
+
+
+def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(tmp_path):
+    (tmp_path / "does_not_meet.py").write_text(DOES_NOT_MEET)
+    words = ["dop=1,2", "start_deadline_s=8", "model_platform=cpu", "attention_platform=cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.local", *(x for word in words for x in ("--set", word))]
+        + ["--module", "does_not_meet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+    )
+    code, _, err = finish(process)
+    missing = "(rank 2 (attention worker 1) did not come to it)"
+    late = f"the ranks' first exchange was not done within 8 s {missing}"
+    assert code == 3 and err[-1] == f"error: rank 0 (model worker 0): {late}", err
+
+
+ENTERS_MPI = """
+import os, time
+from mpi4py import MPI
+def main(cluster, rank):
+    MPI.COMM_WORLD.Barrier()
+    print("among", os.getppid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.mpi
+def test_a_killed_mpirun_is_named_and_leaves_nothing(tmp_path):
+    assert why_no_mpi() is None
+    (tmp_path / "enters_mpi.py").write_text(ENTERS_MPI)
+    (tmp_path / "tmp").mkdir()
+    before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.local", "--set", "transport=mpi", "--module", "enters_mpi"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path / "tmp")},
+        stdin=subprocess.DEVNULL,
+    )
+    said = next(line for line in process.stderr if "among" in line)
+    [folder] = (tmp_path / "tmp").glob("jaxlamina-mpi-*")
+    assert [path.name for path in folder.iterdir() if path.name.startswith("ompi.")]
+    os.kill(int(said.split()[-1]), signal.SIGKILL)
+    code, _, err = finish(process)
+    killed = "error: mpirun, which had started the ranks, was killed by SIGKILL; if nobody did that, its host"
+    assert code == 3 and err[-1] == f"{killed} ran out of memory"
+    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vader_segment")}
+    assert not left and not list((tmp_path / "tmp").iterdir())

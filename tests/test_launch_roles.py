@@ -81,6 +81,11 @@ def test_other_mpis_say_it_by_pmi():
     assert place({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}) == Place(1, 2, 1, "mpirun")
 
 
+def test_srun_may_say_it_by_pmi_but_for_the_place_on_the_host():
+    environment = {"PMI_RANK": "2", "PMI_SIZE": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "1"}
+    assert place(environment) == Place(2, 3, 1, "srun")
+
+
 def test_srun_says_it_and_a_step_may_have_fewer_tasks_than_the_job():
     environment = {
         "SLURM_PROCID": "1",
@@ -113,8 +118,8 @@ def test_our_own_starter_comes_first():
 
 
 def test_a_rank_given_by_hand():
-    assert place({}, 1) == Place(1, None, 0, "jaxlamina")
-    assert place({"PMI_RANK": "1"}, 1) == Place(1, None, 0, "mpirun")
+    assert place({}, 1) == Place(1, None, None, "jaxlamina")
+    assert place({"PMI_RANK": "1"}, 1) == Place(1, None, None, "mpirun")
     with pytest.raises(UserError, match="--rank 0 is given, but PMI_RANK=1: leave out --rank under mpirun"):
         place({"PMI_RANK": "1"}, 0)
 

@@ -7,9 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import jax
+import pytest
 from serving import ROOT, environment
 
+from jaxlamina.errors import UserError
+from jaxlamina.process.cache_folder import make_programs_dir
+from jaxlamina.process.jax_cache import keep_programs
 from jaxlamina.process.owned_folder import owned_folder
 
 OWNER = """
@@ -61,3 +67,32 @@ def test_the_same_name_is_waited_for(tmp_path):
         assert not came.wait(0.3) and one.is_dir()
     other.join(10)
     assert came.is_set() and not one.exists()
+
+
+def test_programs_are_not_taken_from_a_temporary_folder_that_others_may_write_to(
+    monkeypatch, tmp_path, caplog
+):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("JAXLAMINA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / f"jaxlamina-{os.getuid()}"
+    assert make_programs_dir() == folder / "xla" and folder.stat().st_mode & 0o777 == 0o700
+    for prepare in (
+        lambda: folder.chmod(0o777),
+        lambda: (folder.rename(tmp_path / "x"), folder.symlink_to("x")),
+    ):
+        prepare()
+        with pytest.raises(UserError, match="is for files of this user, and .*: remove it"):
+            make_programs_dir()
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        keep_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "compiled programs are not kept: " in caplog.text

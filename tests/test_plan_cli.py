@@ -297,6 +297,7 @@ def test_terms_are_marked_as_scaled():
         (["--compute", "arc-a770", "--budget", "9"], "neither tflops_bf16 nor tflops_fp16 is known"),
         (["--devices", "h100=x"], "must be names with numbers, such as h100=2,h20=4"),
         (["--devices", "h100=1,h20=1,h200=1"], "has 3 kinds of device"),
+        (["--devices", "h100=2,h100=3"], "names h100 twice: say how many there are in all"),
         (["--devices", "h100=2", "--compute", "h20"], "leave out --compute and --memory"),
     ],
 )

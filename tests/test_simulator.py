@@ -413,6 +413,12 @@ def test_a_host_is_hidden_behind_the_devices_or_they_wait_for_it():
             simulate(UNSPLIT, trace, ServingPolicy(host_s=host_s))
 
 
+@pytest.mark.parametrize("value", ["-1.0", "nan"])
+def test_the_command_refuses_what_the_engine_would(capsys, value):
+    assert main(["simulate", "--tpot-slo-ms", value]) == 2
+    assert capsys.readouterr().err == f"error: --tpot-slo-ms {value} must be above 0\n"
+
+
 def test_what_cannot_be_served_is_refused():
     with pytest.raises(UserError, match="KV slots"):
         simulate(UNSPLIT, trace_of([(0, 900, 400)]), ServingPolicy(kv_slots=1000))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.roles import Pools, Role
-from jaxlamina.options import LOCAL_ATTENTION, ModelOptions, definitions, option
+from jaxlamina.options import LOCAL_ATTENTION, ModelOptions, definitions, option, seconds
 
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -40,10 +40,6 @@ _OF_ATTENTION_WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefill_workers": ((0,), "would send prompts to attention workers"),
     "kv_replicas": ((0,), "copies what attention workers keep"),
 }
-
-
-def _seconds(default: float, help: str) -> Any:
-    return option(default, help, least=0, above=True, rule="a number of seconds above 0")
 
 
 def _address(default: str, name: str, help: str) -> Any:
@@ -185,10 +181,13 @@ class Cluster(ModelOptions):
         "Certificates of who has signed the other ranks'. Left out: `control_certfile`, which is then all "
         "ranks' own one.",
     )
-    start_deadline_s: float = _seconds(
-        120.0, "Until all ranks have come; a rank that has not is named, and the job ends."
+    start_deadline_s: float = seconds(
+        120.0,
+        "Until all ranks have come, and again until all have made their first exchange; a rank that has not "
+        "is named, and the job ends.",
+        above=True,
     )
-    step_deadline_s: float = _seconds(
+    step_deadline_s: float = seconds(
         60.0,
         "For one step. The time counts from when the step was begun, or from the end of the step before it "
         "if that is later. "
@@ -196,9 +195,12 @@ class Cluster(ModelOptions):
         "line names the "
         "exchange that the rank's device is at, with its layer and staggered batch; calls of MPI and "
         "collectives leave no mark that a host could read, so there it names the step and its peers alone.",
+        above=True,
     )
-    heartbeat_s: float = _seconds(
-        5.0, "Between signs of life on a control connection: how soon a lost host is noticed."
+    heartbeat_s: float = seconds(
+        5.0,
+        "Between signs of life on a control connection: how soon a lost host is noticed.",
+        above=True,
     )
     model_platform: Platform | None = option(None, "`cpu`, `cuda` or `tpu`; left out: JAX's choice.")
     attention_platform: Platform | None = option(None, "As `model_platform`, of attention workers.")
@@ -437,7 +439,8 @@ def address(name: str, text: str) -> tuple[str, int]:
     """Host and port of "host:port" ("[::1]:29400" for IPv6). Raises `UserError`, naming the field
     ``name``."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_host = host and not any(letter.isspace() for letter in host)
+    if not colon or not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"{name}={text!r} must be host:port, such as 127.0.0.1:29400")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

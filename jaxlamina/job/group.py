@@ -36,6 +36,8 @@ from jaxlamina.transports import Transport, open_transport
 
 # Programs are compiled on all ranks at once; the largest models take minutes.
 PREPARE_DEADLINE_S = 900.0
+FIRST_EXCHANGE = "the ranks' first exchange"
+RANK_0_FIRST_S = 2.0  # given to rank 0, which knows who has not come to it
 _SHUTDOWN_S = 10  # for ranks to leave jax.distributed together
 _SAY_FIRST_S = 1.0  # given to news of a rank that has gone, to come before its partners' programs fail of it
 
@@ -171,9 +173,18 @@ class Group:
         self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
         self._failing.last_words = lambda line: self.last_words(line)
         self.last_words: Callable[[str], None] = lambda line: None  # before this process ends with its job
-        self.watch = Watch(cluster.step_deadline_s, self._failing.of_own, lambda: self.transport.where())
+        self.watch = Watch(cluster.step_deadline_s, self._failing.of_own, self._where)
         self.chunks = OwnPaceChunks(self.watch.watchdog, cluster.step_deadline_s)
         self.control.on_chunk = self.chunks.hear
+
+    def _where(self) -> str:
+        return self.transport.where() if self.transport else self.not_come()
+
+    def not_come(self) -> str:
+        """Who is waited for at the first exchange: "" where the others are all there."""
+        missing = [rank for rank in range(1, self.cluster.n_ranks) if rank not in self.control.met]
+        who = " and ".join(map(self.cluster.describe, missing))
+        return f"{who} did not come to it" if who else ""
 
     @property
     def load_device(self) -> jax.Device:
@@ -307,10 +318,7 @@ def join(cluster: Cluster, rank: int) -> Group:
     group = Group(cluster, None, None)  # type: ignore[arg-type]
     try:
         group.gather()
-        group.device = device_of()
-        group.transport = open_transport(
-            cluster.transport, rank, cluster.n_ranks, group.device, cluster.peer_memory
-        )
+        _open(group, device_of)
     except BaseException as error:
         group.leave_because(f"{cluster.describe(0)}: {first_line(error)}")
         raise
@@ -319,6 +327,24 @@ def join(cluster: Cluster, rank: int) -> Group:
     _current = group
     atexit.register(group.close)  # a program that ends without it lets the others go too
     return group
+
+
+def _open(group: Group, device_of: Callable[[], jax.Device]) -> None:
+    """The transport of rank 0. Where that fails for want of a rank, it says which."""
+    cluster = group.cluster
+    ticket = group.watch.begin(FIRST_EXCHANGE, cluster.start_deadline_s)
+    try:
+        group.device = device_of()
+        group.transport = open_transport(
+            cluster.transport, 0, cluster.n_ranks, group.device, cluster.peer_memory
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        if not (missing := group.not_come()):
+            raise
+        raise RuntimeError(f"{FIRST_EXCHANGE} failed ({missing}): {first_line(error)}") from error
+    group.watch.watchdog.done(ticket)
 
 
 def start_jax(cluster: Cluster, rank: int) -> Callable[[], jax.Device]:

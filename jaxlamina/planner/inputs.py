@@ -134,7 +134,9 @@ def counts(text: str) -> dict[str, int]:
         name, _, value = word.partition("=")
         if not re.fullmatch(r"\s*[1-9]\d{0,5}\s*", value):
             raise UserError(f"--devices {text!r} must be names with numbers, such as h100=2,h20=4")
-        found[_known(name)] = int(value)
+        if (known := _known(name)) in found:
+            raise UserError(f"--devices {text!r} names {known} twice: say how many there are in all")
+        found[known] = int(value)
     return found
 
 

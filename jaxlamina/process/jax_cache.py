@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlamina.process.cache_folder import programs_dir
+from jaxlamina.errors import UserError
+from jaxlamina.process.cache_folder import make_programs_dir
+
+_log = logging.getLogger(__name__)
 
 
 def keep_programs() -> None:
@@ -16,10 +21,12 @@ def keep_programs() -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    folder = programs_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_programs_dir()
     except OSError:  # a read-only home: every process compiles for itself
+        return
+    except UserError as error:
+        _log.warning("compiled programs are not kept: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -21,6 +21,8 @@ from jaxlamina.errors import UserError
 
 PIPES = "jaxlamina-pipes"
 """The kind of those that launchers make in memory."""
+MPI_FILES = "jaxlamina-mpi"
+"""The kind of those that launchers make for what mpirun keeps, among temporary files."""
 _LOCK = "lock"
 _NEW_S = 60.0  # until a folder has its lock
 
@@ -41,13 +43,20 @@ def owned_folder(base: Path, kind: str, name: str | None = None) -> Iterator[Pat
 
 
 def open_lock(folder: Path) -> TextIO:
-    """The folder's lock, not held yet, and the folder. ``UserError`` for another user's: who else may write
-    to where it lies could have made it before us."""
+    """The folder's lock, not held yet, and the folder, as by `make_own`."""
+    make_own(folder)
+    return open(folder / _LOCK, "w")
+
+
+def make_own(folder: Path) -> None:
+    """Makes a folder that this user alone may enter, if it is not there. ``UserError`` for another user's, or
+    one that others may write to: who else may write to where it lies could have made it before us."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise UserError(f"{folder} is for files of this user, and is another's: remove it")
-    return open(folder / _LOCK, "w")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UserError(f"{folder} is for files of this user, and others may write to it: remove it")
 
 
 def remove_left(base: Path, kind: str, own: Path | None = None, left_s: float = 0.0) -> None:

@@ -200,13 +200,14 @@ class Balance:
     def _may_pay(self, n_rows: int, n: int, n_local: float, n_remote: float) -> bool:
         """Whether ``n`` staggered batches can be shorter than one: their slices take at least what those of
         one such batch do, ``n`` times if fewer rows have been seen by themselves."""
-        one = self.predicted_s(n_rows, 1, n_local, n_remote)
+        of_one = self._slices_s(n_rows, 1)  # as seen, or as predicted
+        if of_one is None:
+            return True
         with self._lock:
             alone = {rows: _undisturbed(s) for (rows, k), s in self._slices.items() if k == 1}
-        if one is None:
-            return True
         few = [rows for rows in alone if rows <= n_rows // n]
-        slices = max(alone[n_rows], n * alone[max(few)] if few else 0.0)
+        slices = max(of_one, n * alone[max(few)] if few else 0.0)
+        one = self._step_s(n_rows, 1, of_one, n_local, n_remote)
         return self._step_s(n_rows, n, slices, n_local, n_remote) < one
 
     def _step_s(self, n_rows: int, n_batches: int, slices: float, n_local: float, n_remote: float) -> float:

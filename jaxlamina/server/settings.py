@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlamina.options import Options, option
+from jaxlamina.options import Options, option, seconds
 from jaxlamina.server.reasoning import PARSERS as REASONING
 from jaxlamina.server.tool_parsers import PARSERS as CALL_FORMS
 
@@ -68,19 +68,19 @@ class Settings(Options):
     warm_up_prompt_logprobs: bool = option(
         False, "Also those of echo with logprobs and prompt_logprobs.", flag="--warm-up-prompt-logprobs"
     )
-    pool_metrics_interval: float = option(
+    pool_metrics_interval: float = seconds(
         0.0,
         "Over ranks: seconds between decode steps that are recorded for each pool's times in /metrics. 0: "
         "none.",
         least=0,
     )
-    profile_after: float = option(
+    profile_after: float = seconds(
         0.0,
         "Seconds after the first step at which it is recorded once what each rank's device does; told in "
         "the log. 0: never.",
         least=0,
     )
-    profile_s: float = option(3.0, "Seconds that are recorded then.", least=0.1)
+    profile_s: float = seconds(3.0, "Seconds that are recorded then.", least=0.1)
     dashboard: bool = option(
         False,
         "A live page at /dashboard: throughput, requests, KV slots, and each pool's work in recorded steps.",
@@ -95,7 +95,7 @@ class Settings(Options):
     max_connections: int = option(
         4096, "Connections open at once; one more is closed with status 503.", least=1
     )
-    client_timeout: float = option(
+    client_timeout: float = seconds(
         30.0,
         "Seconds for a request's headers, between parts of its body, or without taking in an answer.",
         least=0.1,
@@ -103,11 +103,11 @@ class Settings(Options):
     max_grammar_bytes: int = option(
         MAX_GRAMMAR_BYTES, "The longest schema, regular expression or choice an output is to follow.", least=1
     )
-    grammar_timeout: float = option(
+    grammar_timeout: float = seconds(
         GRAMMAR_TIMEOUT_S, "Seconds to compile it; what takes longer is refused.", least=0.1
     )
     files_dir: Path | None = option(None, "Where files and batches are kept. Default: a temporary folder.")
-    shutdown_timeout: float = option(
+    shutdown_timeout: float = seconds(
         SHUTDOWN_TIMEOUT_S, "Seconds that running requests get after SIGTERM or SIGINT.", least=0
     )
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(

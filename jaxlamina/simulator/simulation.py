@@ -30,7 +30,7 @@ from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError
 from jaxlamina.kv import SlotAllocator
 from jaxlamina.kv.kept import EVERY_STEPS
-from jaxlamina.options import DEFAULT_SEQS
+from jaxlamina.options import DEFAULT_SEQS, EngineOptions, definitions
 from jaxlamina.planner import costs
 from jaxlamina.planner.costs import Deployment, StepCost
 from jaxlamina.planner.failures import FailureRate
@@ -67,6 +67,8 @@ class ServingPolicy:
     ``host_s``: seconds that the host has to do for each step (schedule, launch, read tokens, send them). A
     step that was launched while the one before it ran (``async_scheduling``) takes these or the devices'
     time, whichever is longer; any other step both.
+
+    ``UserError`` for an option that the engine would not take.
     """
 
     scheduling_policy: str = "fifo"
@@ -83,6 +85,11 @@ class ServingPolicy:
     prompt_batch_tokens: int = 0
     with_prefill: bool = True
     host_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, definition in definitions(EngineOptions).items():
+            if hasattr(self, name):
+                definition.checked(getattr(self, name))
 
 
 def gpu_buckets(setup: Deployment, max_num_seqs: int, trace: Trace) -> Buckets:

@@ -26,7 +26,7 @@ from jaxlamina.process import kept_folders
 from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.process.kept_folders import kept_folder
 from jaxlamina.process.memory_reserve import MemoryReserve
-from jaxlamina.process.owned_folder import PIPES, owned_folder, remove_left
+from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder, remove_left
 from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.files import Folder
@@ -84,7 +84,9 @@ def supervise(
             return code
         finally:
             journal.close()
-            remove_left(memory_folder(), PIPES)  # of launchers that were killed: a change ends its job so
+            # Of launchers that were killed: a change ends its job so.
+            remove_left(memory_folder(), PIPES)
+            remove_left(Path(tempfile.gettempdir()), MPI_FILES)
 
 
 def _remove_elsewhere(command: JobCommand, kv_folder: Path) -> None:

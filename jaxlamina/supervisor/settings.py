@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlamina.errors import UserError
-from jaxlamina.options import Options, definitions, option
+from jaxlamina.options import Options, definitions, option, seconds
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Supervision(Options):
         least=0,
         most=1,
     )
-    stuck_after: float = option(
+    stuck_after: float = seconds(
         30.0, "With --supervise: seconds without an answer after which a server is held to be stuck.", least=1
     )
-    step_timeout: float = option(
+    step_timeout: float = seconds(
         600.0,
         "With --supervise: seconds that a step may take, with what it compiles, before its server is held to "
         "be stuck.",
         least=1,
     )
-    start_timeout: float = option(
+    start_timeout: float = seconds(
         3600.0, "With --supervise: seconds in which a start must be ready for requests.", least=1
     )
-    recovery_timeout: float = option(
+    recovery_timeout: float = seconds(
         600.0,
         "With --supervise: seconds that a request waits for a server that takes it, and that starts which "
         "fail are tried again.",

@@ -195,18 +195,24 @@ class Transport(TracedEnd, Protocol):
 
 
 def open_transport(
-    name: str, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True
+    name: str,
+    rank: int,
+    n_ranks: int,
+    device: jax.Device,
+    peer_memory: bool = True,
+    on_meet: Callable[[], None] = lambda: None,
 ) -> Transport:
     """The transport that a cluster file names. ``peer_memory``: whether GPUs of one host may write into each
-    other's. ``UserError`` where its package or its start-up is missing."""
+    other's. ``on_meet``: called before it first waits for the other ranks. ``UserError`` where its package or
+    its start-up is missing."""
     if name == "mpi":
         from jaxlamina.transports.mpi import MpiTransport
 
-        return MpiTransport(rank, n_ranks, device)
+        return MpiTransport(rank, n_ranks, device, on_meet)
     if name == "xla":
         from jaxlamina.transports.xla import XlaTransport
 
-        return XlaTransport(rank, n_ranks, device, peer_memory)
+        return XlaTransport(rank, n_ranks, device, peer_memory, on_meet)
     raise UserError(f"transport={name!r} must be one of {', '.join(TRANSPORTS)}")
 
 

@@ -36,8 +36,11 @@ class MpiTransport(Transport):
     name = "mpi"
     is_one_program = True
 
-    def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
+    def __init__(
+        self, rank: int, n_ranks: int, device: jax.Device, on_meet: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
+        on_meet()  # MPI begins where it is imported
         try:
             import mpi4jax
             from mpi4py import MPI

@@ -47,7 +47,14 @@ class XlaTransport(Transport):
     name = "xla"
     is_one_program = True
 
-    def __init__(self, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        n_ranks: int,
+        device: jax.Device,
+        peer_memory: bool = True,
+        on_meet: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
         firsts = {d.process_index: d for d in reversed(jax.devices(device.platform))}
         if len(firsts) != n_ranks or jax.process_index() != rank:
@@ -73,7 +80,7 @@ class XlaTransport(Transport):
         self._mail: Mail | None = None
         self._table: Any = ()  # of the mailbox, as programs take it
         if n_ranks > 2:
-            self._meet()
+            self._meet(on_meet)
         if peer_memory and device.platform == "gpu" and n_ranks > 1:
             box = Mailbox(rank, n_ranks, device, Ring(), self._gather)
             self.why_not_by_memory = box.why_not
@@ -87,12 +94,13 @@ class XlaTransport(Transport):
         program = self.compile(lambda x: lax.all_gather(x, AXIS), own)
         return np.asarray(self.unbind(program(own)))
 
-    def _meet(self) -> None:
+    def _meet(self, on_meet: Callable[[], None]) -> None:
         """Runs one exchange of all ranks: the first makes what they talk through, and waits for all of them,
         while some of a job's programs are of a few ranks only."""
         ring = [(rank, (rank + 1) % self.n_ranks) for rank in range(self.n_ranks)]
         given = jnp.zeros(1, jnp.int32)
         program = self.compile(lambda x: lax.ppermute(x, AXIS, ring), given)
+        on_meet()
         jax.block_until_ready(program(given))
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Sent:

@@ -11,8 +11,9 @@
 set -euo pipefail
 
 config="${JAXLAMINA_CONFIG:-configs/clusters/hosts-xla.toml}"
-# The ports follow the job's number, so that two jobs may share a node.
-port=$((20000 + SLURM_JOB_ID % 20000))
+# Two ports follow the job's number, so that jobs may share a node. They stay below 32768, from where on the kernel
+# gives ports to whoever asks for any.
+port=$((20000 + 2 * (SLURM_JOB_ID % 6000)))
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
 # A word by which rank 0 knows its own ranks; srun hands the environment on.

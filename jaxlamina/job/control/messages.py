@@ -16,7 +16,7 @@ import numpy as np
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised whenever a message changes. Ranks of different protocols from 8 on can still read each other's
 Challenge, Hello and Refused."""
 
@@ -119,6 +119,10 @@ class Welcome(_Message, frozen=True):
     """All ranks are there; ``epoch``: the job's, as seals have it, of now."""
 
     epoch: int
+
+
+class Meets(_Message, frozen=True):
+    """From a rank: it is about to take part in its transport's first exchange, where each waits for all."""
 
 
 class Refused(_Message, frozen=True):
@@ -500,6 +504,7 @@ Message = (
     | Hello
     | Admitted
     | Welcome
+    | Meets
     | Refused
     | Setup
     | SetupModel

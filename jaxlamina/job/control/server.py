@@ -29,6 +29,7 @@ from jaxlamina.job.control.messages import (
     Fault,
     Hello,
     M,
+    Meets,
     Message,
     Refused,
     Welcome,
@@ -111,6 +112,7 @@ class ControlServer:
         self.address = address_text(listener.getsockname())
         # Of chunks of prompts at a prefill worker's own pace; in the readers' threads.
         self.on_chunk: Callable[[Compiles | Computed], None] = lambda message: None
+        self.met: set[int] = set()  # ranks that have come to their transport's first exchange
         self._door = Door(listener, self._hear, self._stranger, tls)
 
     def gather(self, deadline_s: float) -> None:
@@ -312,6 +314,8 @@ class ControlServer:
             self._bad_news(message.rank, message.line, rank)
         elif isinstance(message, Compiles | Computed):  # nobody waits for it among answers
             self.on_chunk(message)
+        elif isinstance(message, Meets):
+            self.met.add(rank)
         else:
             member = self._members[rank]
             member.inbox.put((message, member.connection.epoch))
