@@ -172,15 +172,20 @@ def test_a_server_ends_the_request_alone(llm: LLM, alone, monkeypatch):
     serving(llm, scenario)
 
 
+async def is_raised(engine: AsyncEngine, monkeypatch, add_job) -> None:
+    """What the engine's ``add_job`` raises, in this place."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "add_job", add_job)
+        with pytest.raises(OverflowError):
+            await engine.submit([Prompt([1, 2, 3])], GREEDY)
+
+
 def test_what_is_raised_before_the_first_step_is_the_requests(llm: LLM, alone, monkeypatch):
     def failing(self, job, **_):
         raise OverflowError("odd")
 
     async def scenario(engine: AsyncEngine) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "add_job", failing)
-            with pytest.raises(OverflowError):
-                await engine.submit([Prompt([1, 2, 3])], GREEDY)
+        await is_raised(engine, monkeypatch, failing)
         with pytest.raises(ZeroDivisionError):
             await engine.ask(lambda _: 1 // 0, 60)
         assert tuple(await read(await engine.submit([Prompt([1, 2, 3])], GREEDY))) == alone
@@ -196,10 +201,7 @@ def test_a_request_that_fails_once_the_engine_has_it_leaves_nothing_there(llm: L
         raise OverflowError("odd")
 
     async def scenario(engine: AsyncEngine) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "add_job", failing)
-            with pytest.raises(OverflowError):
-                await engine.submit([Prompt([1, 2, 3])], GREEDY)
+        await is_raised(engine, monkeypatch, failing)
         assert await engine.ask(lambda inner: (inner.idle, len(inner.postprocess.live)), 60) == (True, 0)
         assert tuple(await read(await engine.submit([Prompt([1, 2, 3])], GREEDY))) == alone
 

@@ -151,16 +151,19 @@ def _shares(rank: Mapping[str, Any]) -> dict[str, float]:
 
 def _copies(n: int, n_each: int, on_gpus: bool, over_ranks: bool = False) -> tuple[ComparedJob, ...]:
     """``n`` processes, or jobs of ranks, of ``n_each`` devices each, with their shares of the requests."""
-    jobs = []
-    for i in range(n):
-        part = "--part", f"{i}/{n}"
-        words = (*_BENCH, "--no-split", *part, *(("--tensor-parallel", str(n_each)) if n_each > 1 else ()))
-        if over_ranks:
-            words = (*launched(n_each, 0, [f"tensor_parallel={n_each}"], on_gpus=on_gpus), *_BENCH, *part)
-        there = {} if over_ranks else pretended(n_each)
-        environment = only(range(i * n_each, (i + 1) * n_each)) if on_gpus else there
-        jobs.append(ComparedJob(words, environment))
-    return tuple(jobs)
+    shards: tuple[str, ...] = ()
+    if over_ranks:
+        words, there = (*launched(n_each, 0, [f"tensor_parallel={n_each}"], on_gpus=on_gpus), *_BENCH), {}
+    else:
+        words, there = (*_BENCH, "--no-split"), pretended(n_each)
+        shards = ("--tensor-parallel", str(n_each)) if n_each > 1 else ()
+    return tuple(
+        ComparedJob(
+            (*words, "--part", f"{i}/{n}", *shards),
+            only(range(i * n_each, (i + 1) * n_each)) if on_gpus else there,
+        )
+        for i in range(n)
+    )
 
 
 def _run(way: ComparedWay, options: Sequence[str], way_s: float) -> list[dict[str, Any]] | str:

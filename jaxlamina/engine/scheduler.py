@@ -485,8 +485,9 @@ class Scheduler:
         gone = [request for request in self.running if self._displaces(request)]
         n_left = len(self.running) - len(gone)
         n_rows = self._n_rows(unit) - sum([request.width for request in gone])
-        held = np.unique(np.concatenate([request.slots.view() for request in gone]))
-        n_free = self.slots.capacity - self.room.n_used + len(held)
+        held = np.zeros(self.slots.capacity, bool)  # sooner done than a sorted list of each once
+        held[np.concatenate([request.slots.view() for request in gone])] = True
+        n_free = self.slots.capacity - self.room.n_used + int(held.sum())
         n_new, cached = self._needs(unit)
         self.slots.free(cached)
         return n_rows <= self.max_num_seqs and n_new + n_left <= n_free

@@ -136,6 +136,10 @@ class Behind:
         while (left_s := self._not_before - time.monotonic()) > 0 and not self._stopped.is_set():
             self._stopped.wait(left_s)
 
+    def _draw(self, n_rows: set[int], *, usual: bool) -> None:
+        stopped, rest = self._stopped.is_set, self._rest_over
+        _prepare_drawing(self._engine, n_rows, stopped, usual=usual, before_each=rest)
+
     def stop(self) -> None:
         """What is being compiled is not waited for."""
         self._stopped.set()
@@ -151,9 +155,9 @@ class Behind:
 
     def _compile_all(self) -> None:
         _give_way()
-        engine, drawn = self._engine, {shape.batch for shape in self._engine.sizes.shapes}
+        drawn = {shape.batch for shape in self._engine.sizes.shapes}
         try:
-            _prepare_drawing(engine, drawn, self._stopped.is_set, usual=False, before_each=self._rest_over)
+            self._draw(drawn, usual=False)
             while self._todo and not self._stopped.is_set():
                 these = self._next()
                 self._compile(these, drawn)
@@ -190,13 +194,7 @@ class Behind:
                 if shape.batch not in drawn:
                     drawn.add(shape.batch)
                     for usual in (True, False):
-                        _prepare_drawing(
-                            engine,
-                            {shape.batch},
-                            self._stopped.is_set,
-                            usual=usual,
-                            before_each=self._rest_over,
-                        )
+                        self._draw({shape.batch}, usual=usual)
                 if shape.of_all:
                     _prepare_scores(engine, shape)
 
@@ -297,13 +295,12 @@ def _prepare_drawing(
 ) -> None:
     """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``:
     those that every request needs one of, or the others."""
+    device, longest = engine.executor.device, engine.admission.max_model_len
 
     def compile_for(n: int) -> None:
         before_each()
-        engine.drawing.compile(executor.device, n, longest, usual=usual)
+        engine.drawing.compile(device, n, longest, usual=usual)
 
-    executor = engine.executor
-    longest = engine.admission.max_model_len
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
     try:
         for n in sorted(n_rows):

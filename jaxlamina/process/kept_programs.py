@@ -20,6 +20,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -174,15 +175,22 @@ def _forget_old(folder: Path) -> None:
 def _forget_unused(folder: Path) -> None:
     """Drops the programs that were not used for longest, where all of these sources' are too much; and what
     processes left that were killed while they wrote."""
-    there = sorted(((s := path.stat()).st_mtime, s.st_size, path) for path in folder.iterdir())
-    for mtime, _, path in there:
-        if path.name.startswith(_NEW) and mtime < time.time() - _WRITTEN_S:
-            path.unlink(missing_ok=True)
+    there = list[tuple[float, int, Path]]()
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another thread has written it, or another process dropped it
+            found = path.stat()
+            if path.name.startswith(_NEW) and found.st_mtime < time.time() - _WRITTEN_S:
+                path.unlink()
+            else:
+                there.append((found.st_mtime, found.st_size, path))
     n_bytes = sum(size for _, size, _ in there)
-    while n_bytes > MOST_BYTES:
-        _, size, path = there.pop(0)
+    if n_bytes <= MOST_BYTES:
+        return
+    for _, size, path in sorted(there):
         path.unlink(missing_ok=True)
         n_bytes -= size
+        if n_bytes <= MOST_BYTES:
+            return
 
 
 @cache

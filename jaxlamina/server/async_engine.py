@@ -181,9 +181,9 @@ class AsyncEngine:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
 
-        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``; what is
-        not is batch work, whose grammar leaves room for others'. ``seed``: of
-        requests whose parameters have none, None: any. ``written``, ``n_given``, ``n_cached``: as of
+        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``; what is not is
+        batch work, whose grammar leaves room for others'. ``seed``: of requests whose parameters have none,
+        None: any. ``written``, ``n_given``, ``n_cached``: as of
         `Engine.add_job`, by prompt; the first is left out of those that begin anew. Raises `UserError` for
         what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of
         ours. ``n_together``: as of `EngineThread.expect`, 0 for who comes alone. ``was_taken``: by a process

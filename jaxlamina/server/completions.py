@@ -77,8 +77,8 @@ class CompletionForm(Form):
     def _echoed(
         self, which: int, entries: Sequence[PositionLogprobs | None] | None
     ) -> Iterator[CompletionResponse]:
+        logprobs = None if entries is None else self._of_prompt(which, entries)
         for choice in range(which * self.n, (which + 1) * self.n):
-            logprobs = None if entries is None else self._of_prompt(which, entries)
             yield self._chunk(CompletionChoice(index=choice, text=self._echoes[which], logprobs=logprobs))
 
     def piece(

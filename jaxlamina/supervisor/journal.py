@@ -17,11 +17,11 @@ import threading
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlamina.errors import UserError
 from jaxlamina.supervisor.unwritten import Unwritten, UnwrittenRequests
@@ -133,22 +133,18 @@ class Journal:
                 self._accepting.pop(entry.key, None)
 
     def wrote(self, key: str, which: int, token: int) -> None:
-        with self._noting() as unwritten:
-            unwritten.wrote(key, which, token)
+        self._note(UnwrittenRequests.wrote, key, which, token)
 
     def cached(self, key: str, which: int, n: int) -> None:
-        with self._noting() as unwritten:
-            unwritten.cached(key, which, n)
+        self._note(UnwrittenRequests.cached, key, which, n)
 
     def ended(self, key: str, error: tuple[int, bytes] | None = None) -> None:
         """``error``: as of `Entry`."""
-        with self._noting() as unwritten:
-            unwritten.ended(key, time.time(), error)
+        self._note(UnwrittenRequests.ended, key, time.time(), error)
 
     def forget(self, key: str) -> None:
         """Nobody will ask for it."""
-        with self._noting() as unwritten:
-            unwritten.forget(key)
+        self._note(UnwrittenRequests.forget, key)
 
     def entries(self) -> Iterable[Entry]:
         """All that were there at the start; before anything is written."""
@@ -175,8 +171,9 @@ class Journal:
 
     def be_of(self, said: str) -> None:
         """Its requests are of this model from now on."""
-        with self._noting():
+        with self._changed:
             self._model = said
+            self._changed.notify()
 
     def close(self) -> None:
         """All that can be written is."""
@@ -186,14 +183,12 @@ class Journal:
                 self._changed.notify()
             self._thread.join(_CLOSE_S)
 
-    @contextmanager
-    def _noting(self) -> Iterator[UnwrittenRequests]:
+    def _note(self, what: Callable[..., None], *of: Any) -> None:
         if self._path is None:
-            yield UnwrittenRequests()
             return
         with self._changed:
             was_idle = not self._has_some()
-            yield self._unwritten
+            what(self._unwritten, *of)
             if was_idle:  # else the thread is at it, or looks soon
                 self._changed.notify()
 

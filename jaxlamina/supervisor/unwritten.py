@@ -61,9 +61,7 @@ class UnwrittenRequests:
         self.fails = False
         self.n_bytes = 0
         self._of: dict[str, Unwritten] = {}
-        self._without: dict[
-            str, bool
-        ] = {}  # requests that have no place, and whether the disk has nothing of it
+        self._without: dict[str, bool] = {}  # who has no place, and whether the disk has nothing of it
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -88,7 +86,8 @@ class UnwrittenRequests:
 
     def ended(self, key: str, at: float, error: tuple[int, bytes] | None = None) -> None:
         if not self._without.get(key):
-            self._at(key).ended_at, self._at(key).error = at, error
+            of_it = self._at(key)
+            of_it.ended_at, of_it.error = at, error
             self.n_bytes += 0 if error is None else len(error[1])
 
     def forget(self, key: str) -> None:
