@@ -52,6 +52,22 @@ def test_nobody_gives_way_to_one_that_has_no_room_even_then():
         assert (second in scheduler.running) != goes_on
 
 
+def test_nobody_gives_way_to_one_whose_padded_row_has_no_room():
+    """Padded, each row takes as much as the longest: three rows of 300 have room in 1,000 slots, two of 400."""
+    scheduler = make(1000, max_num_seqs=32, policy=ChatFirst(), padded=True)
+    running = [chat("first", 200, 100), chat("second", 200, 100), batch("small", 40, 100)]
+    for r in running:
+        scheduler.add(r)
+    run_step(scheduler)
+    scheduler.add(chat("long", 300, 100))  # three rows of 400 would take 1,200
+    run_step(scheduler)
+    assert scheduler.running == running
+    scheduler.add(chat("third", 200, 100))
+    scheduler.finish(scheduler.waiting[0])
+    run_step(scheduler)
+    assert [r.request_id for r in scheduler.running] == ["first", "second", "third"]
+
+
 def check_order(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
     """Whoever is admitted stands before all that wait, and whoever gives way after all that go on."""
 
@@ -68,13 +84,29 @@ def check_order(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]
 
 
 def check_chats(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
-    """While a chat waits, a step takes in a chat, has some request give way, or there is no batch work left
-    that could."""
+    """While a chat waits for which there is room beside the chats that run, a step takes in a chat or has some
+    request give way, unless there is no batch work left that could."""
     check_order(scheduler, plan, before)
     chats = [r for r in scheduler.running if r.priority <= 0]
-    if any(r.priority <= 0 for r in scheduler.waiting) and len(chats) < len(scheduler.running):
+    waiting = [r for r in scheduler.waiting if r.priority <= 0]
+    if waiting and len(chats) < len(scheduler.running) and would_fit(scheduler, waiting, chats):
         taken_in = [r for r in chats if r not in before or r in plan.prefills]
         assert taken_in or plan.preempted
+
+
+def would_fit(scheduler: Scheduler, waiting: list[Request], chats: list[Request]) -> bool:
+    """Whether the first chat that waits is sure to fit if none but these ran: they hold their slots already,
+    that of this step, too; nothing may be cached for it."""
+    unit = (
+        [r for r in waiting if r.request_id == waiting[0].request_id] if waiting[0].lockstep else waiting[:1]
+    )
+    held = {slot for r in chats for slot in r.slots.view().tolist()}
+    rows = [*chats, *unit]
+    n_rows = sum(r.width for r in rows)
+    if scheduler.padded and n_rows * max(r.longest for r in rows) > scheduler.slots.capacity:
+        return False
+    n_slots = sum(r.n_tokens for r in unit) + len(held)
+    return n_rows <= scheduler.max_num_seqs and n_slots <= scheduler.slots.capacity
 
 
 @pytest.mark.parametrize("name", NAMES)

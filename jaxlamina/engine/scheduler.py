@@ -446,10 +446,14 @@ class Scheduler:
         return sum([request.width for request in (*self.running, *unit)])
 
     def _has_rows(self, unit: Sequence[Request]) -> bool:
+        """Whether the first that waits may run beside those that do."""
+        return self._may_run([*self.running, *unit])
+
+    def _may_run(self, requests: Sequence[Request]) -> bool:
         """Whether so many sequences may run, and padded ones have room for their longest."""
-        n_rows = self._n_rows(unit)
+        n_rows = sum([request.width for request in requests])
         if self.padded:
-            longest = max(request.longest for request in (*self.running, *unit))
+            longest = max(request.longest for request in requests)
             return n_rows <= min(self.max_num_seqs, self.slots.capacity // longest)
         return n_rows <= self.max_num_seqs
 
@@ -482,15 +486,17 @@ class Scheduler:
         """Whether the first that waits might be admitted if all that it may displace gave way: as if nobody
         else held what these hold."""
         unit = self._next_unit()
-        gone = [request for request in self.running if self._displaces(request)]
-        n_left = len(self.running) - len(gone)
-        n_rows = self._n_rows(unit) - sum([request.width for request in gone])
+        gone, stay = [], []
+        for request in self.running:
+            (gone if self._displaces(request) else stay).append(request)
+        if not self._may_run([*stay, *unit]):
+            return False
         held = np.zeros(self.slots.capacity, bool)  # sooner done than a sorted list of each once
         held[np.concatenate([request.slots.view() for request in gone])] = True
         n_free = self.slots.capacity - self.room.n_used + int(held.sum())
         n_new, cached = self._needs(unit)
         self.slots.free(cached)
-        return n_rows <= self.max_num_seqs and n_new + n_left <= n_free
+        return n_new + len(stay) <= n_free
 
     def _would_fit(self) -> bool:
         """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots
