@@ -3,7 +3,8 @@ beside them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 
@@ -17,8 +18,24 @@ from test_engine import LetterTokenizer, V, run
 from test_parallel_sampling import dice, logits_after
 
 from jaxlamina.errors import UserError
-from jaxlamina.sampling.adjustments import Adjusted, Adjustments, bans_of, build, mask_of, stages
+from jaxlamina.sampling.adjustments import Adjusted, Adjustments, Counted, bans_of, build, mask_of, stages
 from jaxlamina.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Asked(Adjusted):
+    """By texts."""
+
+    prompt: Sequence[int] = ()
+    written: Sequence[int] = ()
+
+    @property
+    def penalised(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    def adjusted(self) -> Adjusted:
+        asked = Adjusted(**{field.name: getattr(self, field.name) for field in fields(Adjusted)})
+        return replace(asked, counted=Counted(self.prompt, self.written)) if self.penalised else asked
 
 
 def adjust(logits: jax.Array, a: Adjustments) -> jax.Array:
@@ -32,7 +49,7 @@ MASK = partial(np.asarray, dtype=np.uint32)
 TOKENS = st.lists(st.integers(0, V - 1), max_size=12)
 
 
-def reference(logits: np.ndarray, asked: Adjusted) -> np.ndarray:
+def reference(logits: np.ndarray, asked: Asked) -> np.ndarray:
     """float64, a token at a time, the newest token among ``asked.written``."""
     x = logits.astype(np.float64)
     if asked.mask is not None:
@@ -56,7 +73,7 @@ def reference(logits: np.ndarray, asked: Adjusted) -> np.ndarray:
 
 
 ASKED = st.builds(
-    Adjusted,
+    Asked,
     mask=st.none() | st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4).map(MASK),
     banned=TOKENS,
     banned_after=st.lists(st.tuples(st.integers(0, 5), st.integers(0, V - 1)), max_size=5),
@@ -71,7 +88,7 @@ ASKED = st.builds(
 
 @settings(max_examples=25)
 @given(asked=st.lists(ASKED, min_size=1, max_size=4), seed=st.integers(0, 2**31), on_device=st.booleans())
-def test_logits_are_adjusted_as_the_reference_does(asked: list[Adjusted], seed: int, on_device: bool):
+def test_logits_are_adjusted_as_the_reference_does(asked: list[Asked], seed: int, on_device: bool):
     rows = np.random.default_rng(seed).normal(0, 3, (4, V)).astype(np.float32)
     expected = [reference(row, a) for row, a in zip(rows, asked, strict=False)]
     newest = None
@@ -89,12 +106,22 @@ def test_logits_are_adjusted_as_the_reference_does(asked: list[Adjusted], seed: 
             )
             for a in asked
         ]
-    got = np.asarray(ADJUST(jnp.asarray(rows), build(asked, 4, newest)))
+    got = np.asarray(ADJUST(jnp.asarray(rows), build([a.adjusted() for a in asked], 4, newest)))
     np.testing.assert_allclose(got[: len(asked)], expected, rtol=1e-5, atol=1e-5)
     for row, a, adjusted in zip(rows, asked, got, strict=False):
-        if a.mask is None and a == Adjusted(prompt=a.prompt, written=a.written):  # asks for nothing
+        if a.mask is None and a == Asked(prompt=a.prompt, written=a.written):  # asks for nothing
             assert np.array_equal(adjusted, row)
     assert np.array_equal(got[len(asked) :], rows[len(asked) :])  # padding
+
+
+@given(prompt=TOKENS, text=st.lists(st.integers(0, V - 1), max_size=99), lengths=st.lists(st.integers(0, 99)))
+def test_counts_grow_with_a_text_and_begin_anew_with_less(prompt: list[int], text: list, lengths: list[int]):
+    counted = Counted(prompt)
+    for length in lengths:
+        counted.go_on(written := text[:length])
+        n = dict(zip(counted.tokens.tolist(), counted.n_written.tolist(), strict=True))
+        assert n == {token: written.count(token) for token in {*prompt, *written}}
+        assert len(counted) == len(n)
 
 
 @given(
@@ -130,7 +157,7 @@ def by_hand(prompt: list[int], p: SamplingParams) -> list[int]:
     """Greedy tokens of the random model by the reference."""
     written: list[int] = []
     while len(written) < (p.max_tokens or 0):
-        asked = Adjusted(
+        asked = Asked(
             logit_bias=p.logit_bias or {},
             presence_penalty=p.presence_penalty,
             frequency_penalty=p.frequency_penalty,

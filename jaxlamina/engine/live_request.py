@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
 from jaxlamina.engine.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
 from jaxlamina.errors import contained
-from jaxlamina.sampling.adjustments import NOT_ADJUSTED, Adjusted, bans_of
+from jaxlamina.sampling.adjustments import NOT_ADJUSTED, Adjusted, Counted, bans_of
 from jaxlamina.sampling.beam import BeamSearch, Hypothesis
 from jaxlamina.sampling.params import SamplingParams, seed_of
 from jaxlamina.sampling.sampler import Row
@@ -30,6 +29,7 @@ class Continuation:
     seed: int
     text: GeneratedText
     matcher: Matcher | None = None  # where it is in its grammar, while it is being written
+    counted: Counted | None = None  # what its penalties count, if it has any
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -87,10 +87,6 @@ class LiveRequest:
     def _wants_entries(self) -> bool:
         return self.params.needed_logprobs is not None or self.params.prompt_logprobs is not None
 
-    @cached_property
-    def _prompt(self) -> np.ndarray:
-        return np.asarray(self.prompt_token_ids, np.int32)
-
     def row(
         self, index: int, *, position: int, known: Sequence[int], n_in_flight: int, newest_follows: bool
     ) -> Row:
@@ -119,10 +115,15 @@ class LiveRequest:
             presence_penalty=p.presence_penalty,
             frequency_penalty=p.frequency_penalty,
             repetition_penalty=p.repetition_penalty,
-            prompt=self._prompt,
-            written=written,
+            counted=self._counted(c, written) if p.penalises else None,
         )
         return Row(p, c.seed, position, asked)
+
+    def _counted(self, c: Continuation, written: Sequence[int]) -> Counted:
+        if c.counted is None:
+            c.counted = Counted(self.prompt_token_ids if self.params.repetition_penalty != 1 else ())
+        c.counted.go_on(written)
+        return c.counted
 
     def stop_of(self, token: int) -> int | None:
         """What ``stop_reason`` says of an end token: None for the model's own end of sequence."""

@@ -18,7 +18,7 @@ from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.request import Request
 from jaxlamina.errors import contained
 from jaxlamina.process.compile_ahead import ProgramAhead, only_compiled
-from jaxlamina.sampling.adjustments import LEAST_COUNTED, LEAST_TOKENS, Adjusted, power_of_4
+from jaxlamina.sampling.adjustments import LEAST_COUNTED, LEAST_TOKENS, Adjusted, Counted, power_of_4
 from jaxlamina.sampling.params import MAX_LOGIT_BIASES, SamplingParams
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS, Row, Sampler, SamplingBatch
 from jaxlamina.steps.buckets import CompiledSizes
@@ -113,7 +113,7 @@ class Drawing:
             return
         for n_top in LOGPROBS_WIDTHS:
             self.sampler.report(logits, tokens, n_top)
-        for asked in self._kinds_of_adjustment(max_tokens):
+        for asked in self._kinds_of_adjustment(n, max_tokens):
             for newest in (None, like((n, 1), np.int32)):
                 batch = SamplingBatch.build([Row(_WAYS_TO_CHOOSE[0], 0, 0, asked)], n, newest)
                 self.sampler(logits, batch)
@@ -131,7 +131,7 @@ class Drawing:
                 self.sampler.report(logits, np.zeros(n, np.int32), n_top)
             self._rows_of(logits, np.zeros(1, np.int32))
 
-    def _kinds_of_adjustment(self, max_tokens: int) -> list[Adjusted]:
+    def _kinds_of_adjustment(self, n_rows: int, max_tokens: int) -> list[Adjusted]:
         found = [
             Adjusted(mask=np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),
             Adjusted(banned=[0]),
@@ -139,8 +139,8 @@ class Drawing:
         ]
         for n in _sizes(LEAST_TOKENS, min(MAX_LOGIT_BIASES, self.vocab_size)):
             found.append(Adjusted(logit_bias=dict.fromkeys(range(n), 0.0)))
-        for n in _sizes(LEAST_COUNTED, max_tokens):
-            found.append(Adjusted(presence_penalty=1.0, written=[0] * n))
+        for n in _sizes(LEAST_COUNTED, n_rows * min(max_tokens, self.vocab_size)):
+            found.append(Adjusted(presence_penalty=1.0, counted=Counted(range(n))))
         return found
 
 

@@ -486,9 +486,8 @@ class Scheduler:
         """Whether the first that waits might be admitted if all that it may displace gave way: as if nobody
         else held what these hold."""
         unit = self._next_unit()
-        gone, stay = [], []
-        for request in self.running:
-            (gone if self._displaces(request) else stay).append(request)
+        gone = [request for request in self.running if self._displaces(request)]
+        stay = [request for request in self.running if not self._displaces(request)]
         if not self._may_run([*stay, *unit]):
             return False
         held = np.zeros(self.slots.capacity, bool)  # sooner done than a sorted list of each once

@@ -21,10 +21,56 @@ import numpy as np
 NO_TOKEN = np.iinfo(np.int32).max  # beyond any vocabulary: scatters drop it
 
 
+class Counted:
+    """What penalties look at of a text: the prompt's tokens and those written, each once.
+
+    It grows with the text, so that a step costs its new tokens and not all of them.
+    """
+
+    def __init__(self, prompt: Sequence[int] | np.ndarray = (), written: Sequence[int] = ()) -> None:
+        self._prompt = np.unique(np.asarray(prompt, np.int32))
+        self._begin()
+        self.go_on(written)
+
+    def _begin(self) -> None:
+        self._n_taken = 0
+        self._places = {token: i for i, token in enumerate(self._prompt.tolist())}
+        self._tokens = self._prompt.copy()
+        self._n_written = np.zeros(len(self._prompt), np.int32)
+
+    def go_on(self, written: Sequence[int]) -> None:
+        """Counts what ``written``, all that was written, has beyond what was counted. If it has less, as
+        after a step that is run again, all is counted anew."""
+        if len(written) < self._n_taken:
+            self._begin()
+        for token in written[self._n_taken :]:
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._tokens):
+                n_more = max(64, place)
+                self._tokens = np.append(self._tokens, np.zeros(n_more, np.int32))
+                self._n_written = np.append(self._n_written, np.zeros(n_more, np.int32))
+            self._tokens[place] = token
+            self._n_written[place] += 1
+        self._n_taken = len(written)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[E] int32, no two alike."""
+        return self._tokens[: len(self)]
+
+    @property
+    def n_written(self) -> np.ndarray:
+        """[E] int32: how often each was written, 0 for those that are in the prompt alone."""
+        return self._n_written[: len(self)]
+
+
 @dataclass(frozen=True)
 class Adjusted:
-    """What one row asks for. ``written``, without its newest token where that is given on the device, and
-    ``prompt`` are what the penalties count; they may be left out where nothing counts them."""
+    """What one row asks for. ``counted``, without its newest token where that is given on the device, is what
+    the penalties look at; without it there are none."""
 
     mask: np.ndarray | None = (
         None  # [ceil(V/32)] uint32: bit t % 32 of word t // 32: token t is allowed; None: all are
@@ -35,23 +81,21 @@ class Adjusted:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    prompt: Sequence[int] | np.ndarray = ()
-    written: Sequence[int] = ()
-
-    @property
-    def penalised(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+    counted: Counted | None = None
 
 
 NOT_ADJUSTED = Adjusted()
 
 
 class Penalties(NamedTuple):
+    """Of all rows; E is what their texts have together, so that a long one costs the others nothing."""
+
     presence: Any  # [B] float32
     frequency: Any  # [B] float32
     repetition: Any  # [B] float32
-    tokens: Any  # [B, L] int32: the prompt's, then those written
-    n_prompt: Any  # [B] int32
+    rows: Any  # [E] int32
+    tokens: Any  # [E] int32: that are in the row's text
+    n_written: Any  # [E] int32: how often, 0 for those of its prompt alone
 
 
 class Adjustments(NamedTuple):
@@ -99,7 +143,7 @@ def build(rows: Sequence[Adjusted], size: int, newest: Any = None) -> Adjustment
         return Adjustments()
     after = [[token for pair in row.banned_after for token in pair] for row in rows]
     banned_after = _table(after, size)
-    penalties = _penalties(rows, size) if any(row.penalised for row in rows) else None
+    penalties = _penalties(rows, size) if any(row.counted is not None for row in rows) else None
     bias = None
     biased = _table([list(row.logit_bias) for row in rows], size)
     if biased is not None:
@@ -133,19 +177,23 @@ def _masks(rows: Sequence[np.ndarray | None], size: int) -> np.ndarray | None:
 
 
 def _penalties(rows: Sequence[Adjusted], size: int) -> Penalties:
-    neutral = np.zeros(size, np.float32)
-    found = Penalties(neutral, neutral.copy(), neutral + 1, None, np.zeros(size, np.int32))
-    tokens: list[Sequence[int] | np.ndarray] = []
+    presence, frequency = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    repetition = np.ones(size, np.float32)
+    texts: list[tuple[int, Counted]] = []
     for b, row in enumerate(rows):
-        found.presence[b], found.frequency[b] = row.presence_penalty, row.frequency_penalty
-        found.repetition[b] = row.repetition_penalty
-        prompt = row.prompt if row.repetition_penalty != 1 else ()
-        found.n_prompt[b] = len(prompt)
-        tokens.append(np.concatenate([np.asarray(prompt, np.int32), np.asarray(row.written, np.int32)]))
-    table = _table(tokens, size, LEAST_COUNTED)
-    if table is None:
-        table = np.full((size, LEAST_COUNTED), NO_TOKEN, np.int32)
-    return found._replace(tokens=table)
+        if row.counted is not None:
+            presence[b], frequency[b] = row.presence_penalty, row.frequency_penalty
+            repetition[b] = row.repetition_penalty
+            texts.append((b, row.counted))
+    width = power_of_4(sum([len(text) for _, text in texts]), LEAST_COUNTED)
+    at, n_written = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    tokens = np.full(width, NO_TOKEN, np.int32)
+    start = 0
+    for b, text in texts:
+        stop = start + len(text)
+        at[start:stop], tokens[start:stop], n_written[start:stop] = b, text.tokens, text.n_written
+        start = stop
+    return Penalties(presence, frequency, repetition, at, tokens, n_written)
 
 
 def power_of_4(n: int, least: int = 1) -> int:
@@ -161,18 +209,16 @@ def power_of_4(n: int, least: int = 1) -> int:
     return size
 
 
-# The least width of a table: of banned tokens and biases, and of tokens that penalties count.
-LEAST_TOKENS, LEAST_COUNTED = 32, 64
+# The least widths: of a table of banned tokens or biases, and of what penalties count of all rows.
+LEAST_TOKENS, LEAST_COUNTED = 32, 256
 
 
-def _table(
-    rows: Sequence[Sequence[int] | np.ndarray], size: int, least: int = LEAST_TOKENS
-) -> np.ndarray | None:
+def _table(rows: Sequence[Sequence[int]], size: int) -> np.ndarray | None:
     """``[size, E]`` int32, E a `power_of_4`; None if all are empty."""
     widest = max(map(len, rows), default=0)
     if not widest:
         return None
-    table = np.full((size, power_of_4(widest, least)), NO_TOKEN, np.int32)
+    table = np.full((size, power_of_4(widest, LEAST_TOKENS)), NO_TOKEN, np.int32)
     for b, row in enumerate(rows):
         table[b, : len(row)] = row
     return table
@@ -217,11 +263,8 @@ def _biased(logits: jax.Array, tokens: jax.Array, biases: jax.Array) -> jax.Arra
 
 def _penalised(logits: jax.Array, p: Penalties, newest: jax.Array) -> jax.Array:
     rows = _rows(logits)
-    written = jnp.arange(p.tokens.shape[1]) >= p.n_prompt[:, None]
-    n_written = (
-        jnp.zeros(logits.shape, jnp.int32).at[rows, p.tokens].add(written.astype(jnp.int32), mode="drop")
-    )
-    seen = jnp.zeros(logits.shape, bool).at[rows, p.tokens].set(True, mode="drop")
+    n_written = jnp.zeros(logits.shape, jnp.int32).at[p.rows, p.tokens].add(p.n_written, mode="drop")
+    seen = jnp.zeros(logits.shape, bool).at[p.rows, p.tokens].set(True, mode="drop")
     n_written = n_written.at[rows, newest].add(1, mode="drop")
     seen = seen.at[rows, newest].set(True, mode="drop")
     factor = jnp.where(seen, p.repetition[:, None], 1.0)
