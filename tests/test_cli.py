@@ -411,6 +411,27 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert "Traceback" not in err and "BrokenPipe" not in err, err
 
 
+@pytest.mark.parametrize(
+    "where, code, says",
+    [("| true; exit ${PIPESTATUS[0]}", 0, ""), (">/dev/full", 2, "cannot be written"), (">out 2>&-", 0, "")],
+)
+def test_an_output_that_cannot_be_written_is_a_line(tmp_path, where, code, says):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = f"{sys.executable} -m jaxlamina schedule {where}"
+    ended = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == code, ended
+    assert says in ended.stderr and "Traceback" not in ended.stderr and ended.stderr.count("\n") <= 1
+
+
+def test_text_that_the_terminal_has_no_signs_for_is_written_by_numbers():
+    code = "from jaxlamina.cli.main import main; main(['--version']); print('→')"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stdout.endswith("\\u2192\n"), ended
+
+
 # --- convert and doctor ---
 
 

@@ -1,12 +1,15 @@
 """`jaxlamina`: the commands, and the one place where errors become lines.
 
-Exit codes: 0 done, 1 `doctor` found something broken, 2 bad input, 130 interrupted. Knows no model.
+Exit codes: 0 done, 1 `doctor` found something broken, 2 bad input or an output that cannot be written, 130
+interrupted. Knows no model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -82,25 +85,57 @@ def main(
     ``who``: which of several processes this is; the line begins with it. ``defaults``: of commands' options,
     by command and name, where they are not those of the definitions.
     """
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr to write to
         faulthandler.enable()  # what a library dies of is said by where its caller was
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # texts may have what the terminal's encoding has not
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxlamina", default_map=defaults)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.__context__, BrokenPipeError):
+            return _reader_is_gone()
+        return _flushed(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader is gone (`| head`): what is still buffered goes nowhere, quietly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        return _reader_is_gone()
     except Exception as error:
         line = _line_of(error, sys.argv[1:] if arguments is None else arguments)
         if line is None:
             raise
         print(f"error: {who}: {line}" if who else f"error: {line}", file=sys.stderr)
         return 2
+    return _flushed(0)
+
+
+def _flushed(code: int) -> int:
+    """``code``, or that of an output which cannot be written."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except OSError as error:
+        _drop_output()
+        print(f"error: {_unwritten(error)}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _reader_is_gone() -> int:
+    """As with `| head`: no error."""
+    _drop_output()
     return 0
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere, quietly."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _unwritten(error: OSError) -> str:
+    return f"the output cannot be written ({error.strerror}): make room, or write it elsewhere"
 
 
 def _line_of(error: Exception, words: Sequence[str]) -> str | None:
@@ -112,6 +147,9 @@ def _line_of(error: Exception, words: Sequence[str]) -> str | None:
 
         if isinstance(error, SplitError):
             return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        _drop_output()
+        return _unwritten(error)
     if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
         reason = " ".join(str(error).split())
         return f"JAX cannot start ({reason}); check JAX_PLATFORMS, or run: jaxlamina doctor"
