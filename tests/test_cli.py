@@ -419,7 +419,7 @@ def test_an_output_that_cannot_be_written_is_a_line(tmp_path, where, code, says)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     line = f"{sys.executable} -m jaxlamina schedule {where}"
     ended = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        ["bash", "-c", line], check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == code, ended
     assert says in ended.stderr and "Traceback" not in ended.stderr and ended.stderr.count("\n") <= 1
@@ -428,7 +428,9 @@ def test_an_output_that_cannot_be_written_is_a_line(tmp_path, where, code, says)
 def test_text_that_the_terminal_has_no_signs_for_is_written_by_numbers():
     code = "from jaxlamina.cli.main import main; main(['--version']); print('→')"
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0 and ended.stdout.endswith("\\u2192\n"), ended
 
 
