@@ -99,7 +99,8 @@ class FlaxModel(HasModel):
             merged.eval()  # no dropout, no statistics of a batch
             return merged(*given, **named)
 
-        fn = partial(_called, call, _takes_positions(type(module).__call__, 1), dict(arguments or {}), logits)
+        given = dict(arguments or {})
+        fn = partial(_called, call, _takes_positions(type(module), given), given, logits)
         return cls(fn, state, **{"name": type(module).__name__, **more})
 
     @classmethod
@@ -117,7 +118,8 @@ class FlaxModel(HasModel):
         def call(variables: Any, *given: Any, **named: Any) -> Any:
             return module.apply(variables, *given, **named)
 
-        fn = partial(_called, call, _takes_positions(type(module).__call__, 1), dict(arguments or {}), logits)
+        given = dict(arguments or {})
+        fn = partial(_called, call, _takes_positions(type(module), given), given, logits)
         return cls(fn, variables, **{"name": type(module).__name__, **more})
 
     @cached_property
@@ -158,7 +160,10 @@ class FlaxModel(HasModel):
         leaves = [
             self._constants[i] if i in self._constants else next(weights) for i in range(len(self._leaves))
         ]
-        return self._fn(tree_util.tree_unflatten(self._tree, leaves), tokens, positions)
+        out = self._fn(tree_util.tree_unflatten(self._tree, leaves), tokens, positions)
+        # A head may be padded to a round size; no token is what lies beyond the vocabulary.
+        padded = getattr(out, "ndim", 0) == 3 and out.shape[-1] > self.vocab_size
+        return out[..., : self.vocab_size] if padded else out
 
     @property
     def own_dtype(self) -> str | None:
@@ -195,10 +200,19 @@ def _is_weight(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _takes_positions(call: Callable[..., Any], n_own: int) -> bool:
-    """Whether a module takes positions beside tokens, by position or by that name."""
-    parameters = list(inspect.signature(call).parameters.values())[n_own:]
-    return "positions" in {p.name for p in parameters}
+def _takes_positions(module: type, arguments: Mapping[str, Any]) -> bool:
+    """Whether a module takes positions beside tokens, by position or by that name. `UserError` if it needs
+    something else that ``arguments`` do not have."""
+    _, _, *others = inspect.signature(module.__call__).parameters.values()  # self, tokens
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in others if p.kind in by_name and p.default is p.empty]
+    missing = [name for name in needed if name not in ("positions", *arguments)]
+    if missing:
+        raise UserError(
+            f"{module.__name__} takes {', '.join(missing)} beside tokens: give it by name, for example "
+            f"arguments={{{missing[0]!r}: lambda tokens, positions: positions}}"
+        )
+    return "positions" in {p.name for p in others}
 
 
 def _called(

@@ -24,7 +24,7 @@ from jaxlamina import FlaxModel
 from pallas_kernels.compat import COMPILED_QUICKLY
 from splitter import SplitError
 from splitter.draw import to_svg
-from splitter.find import find_attention
+from splitter.find import check_found, find_attention
 from splitter.slices import split
 
 N_LAYERS = {
@@ -243,6 +243,111 @@ def test_what_differs_far_from_the_rows_beginning_is_refused(name: str, max_len:
     score, says = FAR_MISSES[name]
     with pytest.raises(SplitError, match=says):
         find_attention(*far(score, lambda behind: behind >= 0), max_len=max_len)
+
+
+def lagged(x: Any, at: Any) -> Any:
+    """Beyond 20 tokens each sees the one so far before it."""
+    return x + jnp.where((at >= 20)[:, None], x[:, jnp.maximum(at - 20, 0)], 0)
+
+
+def by_routers(x: Any, n_best: int) -> Any:
+    """Each of four experts takes the tokens that fit it best."""
+    best, index = jax.lax.top_k(jnp.swapaxes(x[..., :4], 1, 2), n_best)
+    return x.at[0, index[0]].add(best[0][..., None])
+
+
+# Of x [B, T, D], tokens, places of the row: what a run on few random tokens does not show.
+MIXES = {
+    "how many of an id": (lambda x, tokens, at: x + jnp.cumsum(tokens == 7, 1)[..., None], "cumsum mixes"),
+    "since an id": (lambda x, tokens, at: x + jax.lax.cummax((tokens == 7) * at, 1)[..., None], "cummax mixes"),
+    "an id in the row": (lambda x, tokens, at: x + (tokens == 7).any(1)[:, None, None], "reduce_or mixes"),
+    "counts of ids": (lambda x, tokens, at: x + jnp.bincount(tokens[0], length=9)[3], "scatter-add mixes"),
+    "an id before": (lambda x, tokens, at: x + jnp.roll(tokens, 3, 1)[..., None], "slice mixes"),
+    "a lag": (lambda x, tokens, at: lagged(x, at), "gather mixes"),
+    "a place that is set": (lambda x, tokens, at: x.at[:, 40].set(0.0), "scatter mixes"),
+    "the first": (lambda x, tokens, at: x + x[:, :1], "slice mixes"),
+    "expert choice": (lambda x, tokens, at: by_routers(x, 2), "top_k mixes"),
+    "sorted": (lambda x, tokens, at: jnp.sort(x, 1), "sort mixes"),
+}  # fmt: skip
+# Of all positions of a row, or how many there are: found when it is cut.
+OF_ROWS = {
+    "the last": lambda x, positions: x * jnp.where(jnp.max(positions) >= 20, 2.0, 1.0),
+    "the newest": lambda x, positions: x + positions[:, -1:, None],
+    "since the first": lambda x, positions: x + (positions - positions[:, :1])[..., None],
+    "how many": lambda x, positions: x * jnp.where(jnp.asarray(x.shape[1]) > 20, 2.0, 1.0),
+}
+
+
+def changed(change: Any) -> tuple[Any, Any]:
+    """A model with something done to what its attention takes in."""
+    written = Written(**{axis: forms[0] for axis, forms in FORMS.items()})
+
+    def fn(params: Any, tokens: Any, positions: Any) -> Any:
+        x = change(params["embed"][tokens] + jnp.sin(positions)[..., None], tokens, positions)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return (x + jnp.einsum("btnh,nhd->btd", y, params["o"])) @ params["embed"].T
+
+    return fn, written.params
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_what_mixes_tokens_is_refused_however_seldom_it_shows(name: str):
+    change, says = MIXES[name]
+    with pytest.raises(SplitError, match=says):
+        find_attention(*changed(lambda x, tokens, _: change(x, tokens, jnp.arange(x.shape[1]))), max_len=64)
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_what_all_positions_of_a_row_make_is_refused(name: str):
+    fn, params = changed(lambda x, _, positions: OF_ROWS[name](x, positions))
+    found = find_attention(fn, params, max_len=64)
+    row = jnp.arange(9)[None]
+    with pytest.raises(SplitError, match=r"test_find.py:\d+ .* is made of all positions of a row"):
+        found(params, row, row)
+
+
+def test_what_is_taken_from_its_own_place_is_not_mixed():
+    fn, params = changed(lambda x, *_: x[:, jnp.arange(x.shape[1])].at[:, jnp.arange(x.shape[1])].mul(2.0))
+    found = find_attention(fn, params, max_len=64)
+    assert check_found(found, fn, params, 40) < 1e-5
+
+
+@pytest.mark.parametrize("capacity", [16, 400])
+def test_a_capacity_of_experts_is_found_by_running(capacity: int):
+    """400: more than a row may have, and not more than rows that are computed together."""
+
+    def expert(x: Any, *_: Any) -> Any:
+        chosen = jax.nn.one_hot(jnp.argmax(x[..., :4], -1), 4, dtype=jnp.int32)
+        place = jnp.sum(jnp.cumsum(chosen, 1) * chosen, -1)
+        return jnp.where((place <= capacity)[..., None], 2 * x, x)
+
+    fn, params = changed(expert)
+    assert check_found(find_attention(fn, params, max_len=64), fn, params, 40) > 0.01
+
+
+def test_a_number_that_is_the_traced_length_is_not_taken_for_it():
+    """The first trace has 11 tokens: a window of 11 and one of all look the same there."""
+
+    def fn(params: Any, tokens: Any, positions: Any) -> Any:
+        x = params["embed"][tokens] + jnp.sin(positions)[..., None]
+        at = jnp.arange(x.shape[1])
+        behind = at[:, None] - at
+        for window in (11, x.shape[1]):
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+            y = jax.nn.dot_product_attention(q, k, v, mask=(behind >= 0) & (behind < window))
+            x += jnp.einsum("btnh,nhd->btd", y, params["o"])
+        return x @ params["embed"].T
+
+    _, params = changed(lambda x, *_: x)
+    found = find_attention(fn, params, max_len=64)
+    assert found._facts.learned.lengths[0] == 11 and [s.window for s in found.sites] == [11, None]
+
+    def first(n: Any) -> Any:
+        return find_attention(*changed(lambda x, *_: x * jnp.where(jnp.arange(x.shape[1]) < n(x), 1, 2)[:, None]),
+                              max_len=64)  # fmt: skip
+
+    assert first(lambda x: 11).fingerprint != first(lambda x: x.shape[1]).fingerprint
 
 
 def agrees(found: Any, written: Any) -> None:

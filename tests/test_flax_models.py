@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import flax.linen
@@ -113,6 +114,32 @@ def test_from_linen_binds_arguments_and_takes_the_logits_out():
         _ = FlaxModel.from_linen(
             module, variables, arguments=arguments, vocab_size=50, max_model_len=64
         ).found
+
+
+def test_an_argument_that_a_module_needs_is_told():
+    class Numbered(nnx.Module):
+        def __call__(self, tokens: Any, position_ids: Any, mask: Any = None) -> Any: ...
+
+    says = (
+        "Numbered takes position_ids beside tokens: give it by name, for example arguments={'position_ids': "
+    )
+    with pytest.raises(UserError, match=re.escape(says)):
+        FlaxModel.from_nnx(Numbered(), vocab_size=50, max_model_len=64)
+
+
+def test_no_token_lies_beyond_the_vocabulary():
+    """A head padded to a round size, whose padding is likelier than all words."""
+    own, params = nnx_mha.build()
+    n = nnx_mha.VOCAB_SIZE
+
+    def padded(params: Any, tokens: Any, positions: Any) -> Any:
+        return jnp.pad(own(params, tokens, positions), ((0, 0), (0, 0), (0, 70)), constant_values=99.0)
+
+    llm = LLM(FlaxModel(padded, params, vocab_size=n, max_model_len=96), max_num_seqs=2)
+    few = LLM(FlaxModel(own, params, vocab_size=n, max_model_len=96), max_num_seqs=2)
+    for more in ({}, {"allowed_token_ids": [3, 5]}, {"repetition_penalty": 1.5}):
+        asked = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, **more)
+        assert tokens_of(llm, asked) == tokens_of(few, asked)
 
 
 def test_from_nnx_takes_the_module():

@@ -7,7 +7,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from splitter.slices import Slice, SplitModel, split
 from splitter.trace import SplitError
 
 _PROMPT, _CHUNK, _SINGLE = 6, 5, 3  # tokens of both rows; of the first, that follow; of both by themselves
+# So many tokens that are all the same, in rows of so many: where they go to one expert, they meet a capacity
+# that it may have, in a row or because rows are computed together.
+_ALIKE, _ALIKE_ROW = 1024, 256
 _NOT_THERE = np.iinfo(np.int32).max // 2  # the position of a token that has not come
-_PADDING = 2  # the row that fills up a batch of single tokens, as in a step: token 0 at position 0
 
 
 def check_found(
@@ -33,15 +35,34 @@ def check_found(
     none for a row of padding: its keys, values and logits are computed like any other's."""
     n = min(_PROMPT + _CHUNK + _SINGLE, found.max_len)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, n)).astype(np.int32)
-    places = np.broadcast_to(np.arange(n, dtype=np.int32), tokens.shape)
     params = dict(params)
+    most = _difference(found, fn, params, tokens, _pieces(n))
+    if found.routes:
+        n = min(_ALIKE_ROW, found.max_len)
+        alike = np.full((_ALIKE // n, n), tokens[0, 0])
+        rows = np.arange(len(alike)), np.tile(np.arange(n, dtype=np.int32), (len(alike), 1))
+        most = float(np.maximum(most, _difference(found, fn, params, alike, [rows])))  # NaN remains
+    return most
+
+
+def _difference(
+    found: FoundModel,
+    fn: Callable[..., Any],
+    params: dict[str, Any],
+    tokens: np.ndarray,
+    pieces: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> float:
+    """As `check_found` says, of these ``tokens`` [rows, n], computed in ``pieces``."""
+    n_rows, n = tokens.shape
+    places = np.broadcast_to(np.arange(n, dtype=np.int32), tokens.shape)
     expected = np.asarray(_quick(fn)(params, tokens, places), np.float32)
-    run = _Slices(found, params, n)
+    run = _Slices(found, params, n_rows + 1, n)
     largest, most = float(np.abs(expected).max()), 0.0
-    for rows, at in _pieces(n):
+    for rows, at in pieces:
         if at.shape[1] == 1:
+            # As in a step, a batch is filled up by a row of token 0 at position 0.
             padded = np.append(tokens[rows[:, None], at], [[0]], axis=0), np.append(at, [[0]], axis=0)
-            logits = run(*padded, np.append(rows, _PADDING))
+            logits = run(*padded, np.append(rows, n_rows))
             if not np.isfinite(logits[-1]).all():
                 raise SplitError(
                     "the model gives NaN or infinity for token 0 at position 0, with which batches are "
@@ -73,13 +94,13 @@ def _quick(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Slices:
-    """A found model's slices over rows whose keys and values are kept, ``[3, n, K, H]`` of each attention.
-    Equal slices are compiled once."""
+    """A found model's slices over rows whose keys and values are kept, ``[n_rows, n, K, H]`` of each
+    attention. Equal slices are compiled once."""
 
-    def __init__(self, found: FoundModel, params: Mapping[str, Any], n: int) -> None:
-        self.found, self.params, self.n = found, params, n
+    def __init__(self, found: FoundModel, params: Mapping[str, Any], n_rows: int, n: int) -> None:
+        self.found, self.params, self.n_rows, self.n = found, params, n_rows, n
         self.kept: list[Any] = [None] * len(found.sites)
-        self.keys_at = np.full((3, n), _NOT_THERE, np.int32)
+        self.keys_at = np.full((n_rows, n), _NOT_THERE, np.int32)
         self._models: dict[tuple[int, ...], tuple[SplitModel, list[Any]]] = {}
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -113,7 +134,7 @@ class _Slices:
         ) -> tuple[Any, Any, Any]:
             q, rest = part.q_part(weights, context, out)
             k, v, context = part.kv_part(weights, rest)
-            empty = jnp.zeros((3, self.n, *k.shape[2:]), k.dtype)
+            empty = jnp.zeros((self.n_rows, self.n, *k.shape[2:]), k.dtype)
             old = (empty, empty) if kept is None else kept
             kept = tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True))
             keys, values = (x[rows] for x in kept)

@@ -3,12 +3,13 @@ on."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Flag
 from math import prod
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat
@@ -31,23 +32,29 @@ class Facts:
 
     learned: Learned
     n_params: int
+    max_len: int  # tokens that a row may have at most
     live: frozenset[int] = frozenset()
     producer: dict[Any, int] = field(default_factory=dict)
     readers: dict[Any, list[int]] = field(default_factory=dict)
     source: dict[Any, From] = field(default_factory=dict)
+    of_row: set[Any] = field(default_factory=set)  # made of tokens' places, or of how many there are
 
     @classmethod
-    def of(cls, learned: Learned, n_params: int) -> Facts:
+    def of(cls, learned: Learned, n_params: int, max_len: int) -> Facts:
         jaxpr = learned.jaxpr
-        facts = cls(learned, n_params)
+        facts = cls(learned, n_params, max_len)
         for position, eqn in enumerate(jaxpr.eqns):
             facts.producer.update(dict.fromkeys(eqn.outvars, position))
         facts.live = frozenset(facts.needed(jaxpr.outvars))
         facts.source.update(dict.fromkeys(jaxpr.constvars, From.NOTHING))
         facts.source.update(dict.fromkeys(jaxpr.invars[:n_params], From.PARAMS))
         facts.source.update(zip(jaxpr.invars[n_params:], (From.TOKENS, From.POSITIONS), strict=True))
+        facts.of_row = {v for v in (*jaxpr.constvars, *jaxpr.invars[-1:]) if learned.token_dims(v)}
+        counted = {*learned.params, *(position for position, _ in learned.literals)}
         for position in sorted(facts.live):
             eqn = jaxpr.eqns[position]
+            if position in counted or not facts.of_row.isdisjoint(variables(eqn.invars)):
+                facts.of_row.update(eqn.outvars)
             for v in dict.fromkeys(variables(eqn.invars)):
                 facts.readers.setdefault(v, []).append(position)
             of_all = From.NOTHING
@@ -191,3 +198,54 @@ def widens(eqn: compat.JaxprEqn) -> bool:
         return True
     before, after = (compat.like_of(v).dtype for v in (eqn.invars[0], eqn.outvars[0]))
     return bool(np.dtype(before).kind in "fV" and np.dtype(before).itemsize <= np.dtype(after).itemsize)
+
+
+# --- Numbers: what values are, for so many tokens ---
+
+
+def computed(
+    facts: Facts, wanted: Sequence[Any], n: int, given: Sequence[Any] = (), *, in_float32: bool = False
+) -> Callable[..., list[Any]]:
+    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n
+    tokens."""
+    jaxpr = facts.learned.jaxpr
+    positions = facts.needed(wanted, given)
+
+    def run(row: Any, *values: Any) -> list[Any]:
+        env = {v: facts.learned.const(i, n) for i, v in enumerate(jaxpr.constvars)}
+        env[jaxpr.invars[-1]] = row
+        env.update(zip(given, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, compat.Literal):
+                return env[atom]
+            return _float32(np.asarray(atom.val)) if in_float32 else atom.val
+
+        for p in positions:
+            args = [read(a) for a in facts.eqns[p].invars]
+            outs = facts.learned.run(p, args, n, _float32_parameters if in_float32 else None)
+            env.update(zip(facts.eqns[p].outvars, outs, strict=True))
+        return [read(a) for a in wanted]
+
+    return run
+
+
+def _float32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) if _is_small_float(x.dtype) else x
+
+
+def _is_small_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4)
+
+
+def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
+    """An equation's parameters with float32 for smaller floats, so that what is proven is not its
+    rounding."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return tuple(map(of, value))
+        is_type = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+        return np.dtype(np.float32) if is_type and _is_small_float(value) else value
+
+    return {k: of(v) for k, v in params.items()}

@@ -28,7 +28,7 @@ from splitter.find import prove
 from splitter.find.facts import Facts, View, view_of
 from splitter.find.lengths import TOKENS, Learned, Table, learn
 from splitter.find.places import Places, row_indices, table_of
-from splitter.find.regions import Problem, Region, find_regions, reads
+from splitter.find.regions import Problem, Region, find_regions, is_routed, reads
 from splitter.operator import attention, attention_p
 from splitter.program import canonical
 from splitter.trace import SplitError, flattened
@@ -146,6 +146,13 @@ class FoundModel:
         )
 
     @cached_property
+    def routes(self) -> bool:
+        """Whether weights choose by integers where tokens go, as a router of experts does."""
+        facts = self._facts
+        made = (v for p in facts.live for v in facts.eqns[p].outvars)
+        return any(facts.learned.token_dims(v) and is_routed(facts, v) for v in made)
+
+    @cached_property
     def fingerprint(self) -> str:
         """What models that compute the same of their parameters have in common."""
         facts = self._facts
@@ -157,7 +164,7 @@ class FoundModel:
             self.max_len,  # tables of positions are as long
             canonical(Block.of(learned.jaxpr)),
             learned.lengths,
-            sorted(learned.params),
+            learned.varying(),
             hashes,
             self.sites,
         )
@@ -223,7 +230,12 @@ class FoundModel:
                 env[site.end] = self._attend(site, env, batch)
                 continue
             eqn = facts.eqns[p]
-            outs = facts.learned.run(p, [read(a, p) for a in eqn.invars], places.n)
+            args = [read(a, p) for a in eqn.invars]
+            try:
+                outs = facts.learned.run(p, args, places.n)
+            except (TypeError, ValueError) as error:  # a number of its own that so many tokens do not allow
+                where = f"{compat.where(eqn)}: {eqn.primitive.name}"
+                raise SplitError(f"{where} cannot be computed for {places.n} tokens: {error}") from error
             env.update(zip(eqn.outvars, outs, strict=True))
 
     def _attend(self, site: _Site, env: Mapping[Any, Any], batch: tuple[int, int]) -> Any:
@@ -266,7 +278,8 @@ def find_attention(
       that mixes tokens; a function that does other things for other numbers of tokens. All places at once,
       each with the line of the model.
     """
-    facts = Facts.of(_learned(fn, params, max_len, name or _name(fn)), len(tree_util.tree_leaves(params)))
+    n_params = len(tree_util.tree_leaves(params))
+    facts = Facts.of(_learned(fn, params, max_len, name or _name(fn)), n_params, max_len)
     readings, problems = find_regions(facts)
     proven: dict[str, prove.Meaning | prove.Refuted] = {}
     sites: list[_Site] = []
@@ -317,7 +330,7 @@ def _meaning(
     used = {v for p in positions for v in variables(facts.eqns[p].invars)}
     consts = tuple(id(c) for v, c in zip(jaxpr.constvars, facts.learned.consts, strict=True) if v in used)
     views = tuple((v.sizes, v.order, v.shape) for v in (region.q, region.k, region.v, region.out))
-    key = canonical(block, extra=(consts, views))
+    key = canonical(block, extra=(consts, views, facts.learned.varying(positions)))
     if key not in proven:
         try:
             proven[key] = prove.meaning(facts, region, leaves, max_len)

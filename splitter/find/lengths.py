@@ -100,6 +100,19 @@ class Learned:
         changed = {k: _at(v, n) for k, v in self.params.get(position, {}).items()}
         return compat.bind_eqn(eqn, args, as_other(eqn.params | changed) if as_other else changed)
 
+    def varying(self, positions: Sequence[int] | None = None) -> tuple[Any, ...]:
+        """What of the equations at ``positions``, or of all, depends on T, as something that prints the same
+        where it is the same: of the first trace alone it cannot be told from a number that T happened to
+        be."""
+        positions = range(len(self.jaxpr.eqns)) if positions is None else positions
+        found: list[Any] = []
+        for place, p in enumerate(positions):
+            params = sorted((k, _told(v)) for k, v in self.params.get(p, {}).items())
+            literals = [(i, self.literals.get((p, i))) for i in range(len(self.jaxpr.eqns[p].invars))]
+            if params or any(size for _, size in literals):
+                found.append((place, params, literals))
+        return tuple(found)
+
     def const(self, i: int, n: int) -> Any:
         value = self.consts[i]
         return value.at(n) if isinstance(value, Table) else value
@@ -115,6 +128,16 @@ def _at(value: Any, n: int) -> Any:
         inner = [_at(v, n) for v in value]
         return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
     return value
+
+
+def _told(value: Any) -> Any:
+    """A learned parameter, for `Learned.varying`: what does not depend on T is left to the jaxpr."""
+    if isinstance(value, _Body):
+        shapes = [value.learned.dims(v) for eqn in value.learned.jaxpr.eqns for v in eqn.outvars]
+        return shapes, value.learned.varying()
+    if isinstance(value, tuple | list):
+        return [_told(v) for v in value]
+    return value if isinstance(value, Count) else None
 
 
 @dataclass(frozen=True)

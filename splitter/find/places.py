@@ -18,15 +18,13 @@ import numpy as np
 
 from pallas_kernels import compat
 from splitter.block import variables
-from splitter.find.facts import Facts, From
+from splitter.find.facts import Facts, From, computed
 from splitter.find.lengths import TOKENS, Count
-from splitter.find.prove import computed
 from splitter.trace import SplitError
 
-_INDEXED = {
-    "gather": 1, "scatter": 1, "scatter_add": 1, "scatter-add": 1, "scatter_mul": 1, "scatter_max": 1,
-    "scatter_min": 1, "dynamic_slice": 1, "dynamic_update_slice": 2,
-}  # fmt: skip
+_SCATTERS = ("scatter", *(f"scatter-{how}" for how in ("add", "sub", "mul", "max", "min")))
+# Which operand of it begins the indices.
+_INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2} | dict.fromkeys(_SCATTERS, 1)
 # Through which an index into the row is made of others.
 _MAKES_INDICES = frozenset(
     [
@@ -183,7 +181,13 @@ class Places:
 
     def _value(self, v: Any, *, in_row: bool) -> Any:
         dims = self.facts.learned.dims(v)
-        if all(d != TOKENS for d in dims):  # of no token in particular, or so many of each
+        if not in_row and all(d != TOKENS for d in dims):  # of no token in particular, or so many of each
+            if v in self.facts.of_row and not self.facts.learned.token_dims(v):
+                raise SplitError(
+                    f"{self.facts.made_at(v)}: {v.aval} is made of all positions of a row, or of how many "
+                    "tokens there are. Tokens of several rows are computed together, and a row piece by "
+                    "piece: compute it of each token's own position"
+                )
             in_row = True
         known = self._in_row if in_row else self._at_place
         if v not in known:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 
 from pallas_kernels import compat
 from splitter.block import variables
-from splitter.find.facts import Facts, moved
+from splitter.find.facts import Facts, computed, moved
 from splitter.find.reach import COMPARED, largest_compared
 from splitter.find.regions import Region
 
@@ -181,54 +181,6 @@ def _same_everywhere(facts: Facts, others: Sequence[Any], max_len: int) -> None:
                     "its scores have a factor or bias that depends on a token's place, or on how many there "
                     f"are (made at {facts.made_at(v)})"
                 )
-
-
-def computed(
-    facts: Facts, wanted: Sequence[Any], n: int, given: Sequence[Any] = (), *, in_float32: bool = False
-) -> Callable[..., list[Any]]:
-    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n
-    tokens."""
-    jaxpr = facts.learned.jaxpr
-    positions = facts.needed(wanted, given)
-
-    def run(row: Any, *values: Any) -> list[Any]:
-        env = {v: facts.learned.const(i, n) for i, v in enumerate(jaxpr.constvars)}
-        env[jaxpr.invars[-1]] = row
-        env.update(zip(given, values, strict=True))
-
-        def read(atom: Any) -> Any:
-            if not isinstance(atom, compat.Literal):
-                return env[atom]
-            return _float32(np.asarray(atom.val)) if in_float32 else atom.val
-
-        for p in positions:
-            args = [read(a) for a in facts.eqns[p].invars]
-            outs = facts.learned.run(p, args, n, _float32_parameters if in_float32 else None)
-            env.update(zip(facts.eqns[p].outvars, outs, strict=True))
-        return [read(a) for a in wanted]
-
-    return run
-
-
-def _float32(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32) if _is_small_float(x.dtype) else x
-
-
-def _is_small_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4)
-
-
-def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
-    """An equation's parameters with float32 for smaller floats, so that what is proven is not its
-    rounding."""
-
-    def of(value: Any) -> Any:
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return tuple(map(of, value))
-        is_type = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
-        return np.dtype(np.float32) if is_type and _is_small_float(value) else value
-
-    return {k: of(v) for k, v in params.items()}
 
 
 def on_host(run: Callable[..., Any], *like: Any) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels import compat
 from splitter.block import variables
-from splitter.find.facts import DotDims, Facts, From, View, dot_dims, moved, view_of, widens
+from splitter.find.facts import DotDims, Facts, From, View, computed, dot_dims, moved, view_of, widens
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,11 @@ def _contracts_tokens(facts: Facts, eqn: compat.JaxprEqn) -> bool:
     )
 
 
-# What may mix tokens only inside an attention: float values along T. Integers may be counted, as routers do;
-# whether a model's tokens keep to themselves is found by running it.
-_ALONG = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cumlogsumexp": "axis"}
+# What goes along a dimension.
+_ALONG = {
+    "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis",
+    "sort": "dimension",
+}  # fmt: skip
 
 
 def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[Problem]:
@@ -164,37 +166,66 @@ def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[
 
 
 def _mixes(facts: Facts, eqn: compat.JaxprEqn) -> bool:
-    of_tokens = [v for v in eqn.invars if facts.of_tokens(v)]
-    if not of_tokens:
+    """Whether a token sees others outside of an attention. What weights make of tokens may be counted and
+    sorted as integers, as routers do; whether a model's tokens keep to themselves then, is found by running
+    it. Of the tokens' ids nothing may be: a run on random ones would rarely meet those that matter."""
+    of_tokens = [v for v in eqn.invars if facts.of_tokens(v) and facts.learned.token_dims(v)]
+    if all(is_routed(facts, v) for v in of_tokens):
         return False
-    x = of_tokens[0]
-    if np.dtype(compat.like_of(x).dtype).kind not in "fcV":
-        return False
-    tokens, p, name = set(facts.learned.token_dims(x)), eqn.params, eqn.primitive.name
+    p, name = eqn.params, eqn.primitive.name
+    results = [v for v in eqn.outvars if v in facts.readers or v in facts.learned.jaxpr.outvars]
+    if name == "conv_general_dilated" or not all(map(facts.learned.token_dims, results)):
+        return True
+    tokens = set(facts.learned.token_dims(eqn.invars[0]))
     if name in _ALONG:
-        return p[_ALONG[name]] in tokens
+        return p[_ALONG[name]] in tokens and not is_routed(facts, eqn.invars[0])
     if name.startswith("reduce_") and "axes" in p:
         return bool(tokens & set(p["axes"]))
-    if name == "conv_general_dilated":
-        return bool(tokens)
-    return any(d in tokens for d in _shifted(facts, eqn))
+    return any(not _is_at_place(facts, eqn, d) for d in tokens)
 
 
-def _shifted(facts: Facts, eqn: compat.JaxprEqn) -> list[int]:
-    """Dimensions along which a result's element is not the operand's at the same place: a token would see
-    another. More places behind the last one are let be: nobody is shifted."""
-    p = eqn.params
+def is_routed(facts: Facts, v: Any) -> bool:
+    """Integers that weights make of tokens."""
+    made = facts.source[v]
+    return From.TOKENS in made and From.PARAMS in made and np.dtype(compat.like_of(v).dtype).kind in "iub"
+
+
+def _is_at_place(facts: Facts, eqn: compat.JaxprEqn, d: int) -> bool:
+    """Whether a result's element along the first operand's dimension ``d`` is the operand's at the same
+    place: otherwise a token would see another. More places behind the last one are let be: nobody is
+    shifted."""
+    p, operand = eqn.params, eqn.invars[0]
     match eqn.primitive.name:
         case "slice":
-            return [d for d, start in enumerate(p["start_indices"]) if start]
+            return not p["start_indices"][d]
         case "pad":
-            return [d for d, (low, _, _) in enumerate(p["padding_config"]) if low]
+            return not p["padding_config"][d][0]
         case "rev":
-            return [*p["dimensions"]]
+            return d not in p["dimensions"]
         case "concatenate":
-            behind = any(facts.of_tokens(v) for v in eqn.invars[1:])
-            return [p["dimension"]] if behind else []
-    return []
+            return d != p["dimension"] or not any(facts.of_tokens(v) for v in eqn.invars[1:])
+        case "dynamic_slice" | "dynamic_update_slice" as name:
+            part = eqn.outvars[0] if name == "dynamic_slice" else eqn.invars[1]
+            return facts.learned.dims(part)[d] == facts.learned.dims(operand)[d]
+        case "gather" if facts.of_tokens(operand):
+            return _are_own_places(facts, eqn.invars[1], p["dimension_numbers"].start_index_map, d)
+        case name if name.startswith("scatter") and facts.of_tokens(operand):
+            of = p["dimension_numbers"].scatter_dims_to_operand_dims
+            return _are_own_places(facts, eqn.invars[1], of, d)
+    return True
+
+
+def _are_own_places(facts: Facts, indices: Any, of: Sequence[int], d: int) -> bool:
+    """Whether of ``indices`` [..., len(of)], those of dimension ``d`` are each token's own place in the row,
+    for as many tokens as there may be; or a router's, which may be any."""
+    if d not in of or is_routed(facts, indices):
+        return True
+    dims = facts.learned.token_dims(indices)
+    if not facts.only_positions(indices) or len(dims) != 1:
+        return False
+    at = np.arange(facts.max_len, dtype=np.int32)
+    [value] = computed(facts, [indices], len(at))(at[None])
+    return bool((np.moveaxis(np.asarray(value)[..., of.index(d)], dims[0], -1) == at).all())
 
 
 def _readings(facts: Facts, scores_of: _ScoresOf, scores: int, mix: int) -> list[Region]:
