@@ -86,12 +86,15 @@ def test_impossible_rates_are_refused(rate: float, burstiness: float) -> None:
         arrivals(3, rate, burstiness)
 
 
-def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("begin", "zone"), [("", ""), ("\ufeff", "+00:00"), ("", "+01:30")])
+def test_a_trace_is_read_in_order_of_time(tmp_path: Path, begin: str, zone: str) -> None:
+    """Seconds of seven digits or none, with a zone and without, as Excel saves it and as it was."""
     file = tmp_path / "trace.csv"
     file.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.9000000,374,44\n"
-        "2023-11-17 00:00:01.4000000,5,6\n2023-11-17 00:00:00.1500001,396,109\n"
-        "2023-11-17 00:00:02.0000000,12,0\n"
+        f"{begin}TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.9000000{zone},374,44\n"
+        f"2023-11-17 00:00:01.4000000{zone},5,6\n2023-11-17 00:00:00.1500001{zone},396,109\n"
+        f"2023-11-17 00:00:02{zone},12,0\n",
+        encoding="utf-8",
     )
     sizes, times = read_trace(file)
     assert sizes == [Size(374, 44), Size(396, 109), Size(5, 6)]

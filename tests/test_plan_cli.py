@@ -15,9 +15,11 @@ from jaxlamina.cli import examine
 from jaxlamina.cli.main import main
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
+from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import inputs
 from jaxlamina.planner.calibration import DeviceCalibration, for_device
 from jaxlamina.planner.cluster_file import cluster_toml
+from jaxlamina.planner.costs import Deployment
 from jaxlamina.planner.hardware import Hardware, hardware_names
 from jaxlamina.planner.search import search
 
@@ -93,6 +95,47 @@ def test_it_says_dont_split_and_why(capsys):
     assert "H100 unsplit beside 2 × NVIDIA H20" in found["line"].replace("2 times 1 ×", "2 ×")
     found = plan(capsys, "--devices", "h200=1")
     assert found["reason"] == "one device"
+
+
+def test_small_traces_and_long_contexts_are_told_or_simulated(capsys, tmp_path):
+    alone = ("--model", "smollm2-135m", "--devices", "H100=1", "--price", "H100=3", "--simulate", "--trace")
+    few = tmp_path / "few.csv"
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    few.write_text(head + "".join(f"2026-01-01 00:00:0{i},20,30\n" for i in range(3)))
+    found = plan(capsys, *alone, str(few), "--batch", "2")
+    assert found["plans"][0]["usd_h"] == 3 and found["plans"][0]["simulated"]["tokens_s"] > 0
+    assert any(
+        "made for 8,192 tokens" in note
+        for note in plan(capsys, *alone, str(few), "--context", "9000")["notes"]
+    )
+    few.write_text(head + "2026-01-01 00:00:00,20,1\n")
+    assert main(["plan", *alone, str(few)]) == 2
+    assert "one token each: there is no time per token" in capsys.readouterr().err
+
+
+def test_two_devices_of_one_name_are_told_apart(capsys, tmp_path):
+    other = tmp_path / "cheap.toml"
+    own = ROOT / "configs" / "hardware" / "h100.toml"
+    other.write_text(own.read_text().replace("price_usd_h = ", "price_usd_h = 1", 1))
+    assert main(["plan", "--compute", "h100", "--memory", str(other), "--budget", "45"]) == 2
+    assert "describes another 'NVIDIA H100': give its file another name" in capsys.readouterr().err
+
+
+def test_fewer_devices_do_where_many_fail_too_often(capsys):
+    words = ("--model", "llama-3-8b", "--devices", "h100=4,h20=4", "--batch", "8", "--mtbf-hours")
+    found = plan(capsys, *words, "0.05")
+    assert found["plans"]
+    assert main(["plan", *words, "0.001"]) == 2
+    assert "a job of 1 device fails every" in capsys.readouterr().err
+
+
+def test_a_model_is_shared_out_where_all_its_products_are(capsys):
+    """13,824 columns of LLaMA-13B over five devices would be whole on each."""
+    found = plan(capsys, "--model", "llama-13b", "--devices", "h100=5", "--batch", "1")
+    assert {one["plan"] for one in found["plans"] if not one["split"]} == {"4 × NVIDIA H100 unsplit"}
+    with pytest.raises(UserError, match="13824 or 32000 columns are not shared out evenly over 5"):
+        Deployment(model_config("llama-13b"), for_device("h200").terms, n_model=5, tensor_parallel=5,
+                   model_link=inputs.device("h200").in_host)  # fmt: skip
 
 
 def test_prices_link_context_and_batch_are_taken(capsys):
@@ -298,7 +341,9 @@ def test_terms_are_marked_as_scaled():
         (["--devices", "h100=x"], "must be names with numbers, such as h100=2,h20=4"),
         (["--devices", "h100=1,h20=1,h200=1"], "has 3 kinds of device"),
         (["--devices", "h100=2,h100=3"], "names h100 twice: say how many there are in all"),
+        (["--devices", "h100=3,H100=1"], "names h100 twice: say how many there are in all"),
         (["--devices", "h100=2", "--compute", "h20"], "leave out --compute and --memory"),
+        (["--devices", "h100=1", "--price", "mi300x=3"], "no such device in the question; has h100"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, words, message):

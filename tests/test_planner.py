@@ -61,6 +61,7 @@ def test_rates_have_their_units():
         (("memory_gib = 96\n", ""), "memory_gib is missing"),
         (("memory_gib = 96", "memory_gib = -96"), "memory_gib=-96 must be a number above 0"),
         (("memory_gib = 96", "memory_gib = inf"), "memory_gib=inf must be"),
+        (("memory_gib = 96", "memory_gib = 1e300"), "memory_gib=1e+300 must be"),
         (("memory_gib = 96", "memory_gib = true"), "memory_gib=True must be"),
         (("memory_gib = 96", 'memory_gib = "96 GB"'), "memory_gib='96 GB' must be"),
         (('name = "NVIDIA H20"', "name = 20"), "name=20 must be"),

@@ -56,6 +56,7 @@ def test_a_live_requests_context_is_weighted_by_its_steps():
     alike = Workload.of_lengths("alike", 10, 3)
     assert (alike.context, alike.context_sd) == (11, pytest.approx(np.std([10, 11, 12])))
     longer = found.at_context(2 * found.context)
+    assert longer.n_output == 2 * found.n_output
     assert longer.context_sd == 2 * found.context_sd and longer.stored_tokens(4) == 8 * found.context
     assert longer.stored_tokens(4, 1.0) == pytest.approx(8 * found.context + 2 * longer.context_sd)
     with pytest.raises(UserError, match="context"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_right
 from dataclasses import replace
 
@@ -413,6 +414,20 @@ def test_a_host_is_hidden_behind_the_devices_or_they_wait_for_it():
             simulate(UNSPLIT, trace, ServingPolicy(host_s=host_s))
 
 
+def test_what_there_is_none_of_is_null(capsys, tmp_path):
+    """Answers of one token have no time per token."""
+    one = tmp_path / "one.csv"
+    one.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2026-01-01 00:00:00Z,100,1\n")
+    assert main(["simulate", "--trace", str(one), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["tpot_s"] is None and found["ttft_s"]["p50"] > 0
+    assert main(["simulate", "--trace", str(one)]) == 0
+    assert re.search(r"TPOT p50, p99 \(ms\) +– ", capsys.readouterr().out)
+    assert main(["simulate", "--trace", str(one), "--speedup", "1e-300"]) == 0  # of one request, at 0
+    assert main(["simulate", "--speedup", "1e-300"]) == 2
+    assert "the last request would never come" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["-1.0", "nan"])
 def test_the_command_refuses_what_the_engine_would(capsys, value):
     assert main(["simulate", "--tpot-slo-ms", value]) == 2
@@ -422,6 +437,8 @@ def test_the_command_refuses_what_the_engine_would(capsys, value):
 def test_what_cannot_be_served_is_refused():
     with pytest.raises(UserError, match="KV slots"):
         simulate(UNSPLIT, trace_of([(0, 900, 400)]), ServingPolicy(kv_slots=1000))
+    with pytest.raises(UserError, match="2,000,000,003 KV slots"):  # and no list of as many tokens is made
+        simulate(UNSPLIT, trace_of([(0, 2_000_000_000, 4)]))
     with pytest.raises(UserError, match="no memory"):
         simulate(Deployment(model_config("llama-3-70b"), TERMS), trace_of([(0, 9, 4)]))
     with pytest.raises(UserError, match="no request"):

@@ -7,6 +7,7 @@ Knows options and how plans look; `jaxlamina.planner` searches and says why.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,6 +153,12 @@ def plan(
     if mtbf_hours is not None:
         question = replace(question, failures=FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s))
     notes = [inputs.terms_note(*both), linked.note]
+    longest, mean = question.config.max_position_embeddings, question.workload.context
+    if mean > longest:
+        notes.append(
+            f"the model is made for {longest:,} tokens, and a live request has {mean:,.0f} in the mean: "
+            "priced all the same"
+        )
     _answer(question, _Asked(name, what_if, pareto, toml, trace if simulate else None, as_json), notes)
 
 
@@ -181,10 +188,19 @@ class _Known:
     usd_h: dict[str, float]
     calibration: DeviceCalibration | None
 
-    def device(self, name: str) -> Device:
+    def devices(self, names: Sequence[str]) -> list[Device]:
         from jaxlamina.planner import inputs
 
-        return inputs.device(name, self.usd_h.get(name), self.calibration)
+        if strange := sorted(self.usd_h.keys() - names):
+            raise UserError(
+                f"--price {strange[0]}: there is no such device in the question; has {', '.join(names)}"
+            )
+        found = [inputs.device(name, self.usd_h.get(name), self.calibration) for name in names]
+        by_name: dict[str, Device] = {}
+        for name, device in zip(names, found, strict=True):
+            if by_name.setdefault(device.name, device) != device:
+                raise UserError(f"{name} describes another {device.name!r}: give its file another name = …")
+        return found
 
 
 def _pools(compute: str | None, memory: str | None, devices: str | None, known: _Known) -> _Pools:
@@ -192,12 +208,12 @@ def _pools(compute: str | None, memory: str | None, devices: str | None, known: 
 
     if devices is None:
         assert compute is not None
-        one = known.device(compute)
-        return _Pools(one, known.device(memory) if memory else one)
+        one, other = known.devices([inputs.known(name) for name in (compute, memory or compute)])
+        return _Pools(one, other)
     counts = inputs.counts(devices)
     if len(counts) > 2:
         raise UserError(f"--devices {devices!r} has {len(counts)} kinds of device, and there are two pools")
-    found = [(known.device(name), n) for name, n in counts.items()]
+    found = list(zip(known.devices(list(counts)), counts.values(), strict=True))
     found.sort(key=lambda pair: -pair[0].terms.hardware.rates().ridge)
     by_name = {device.name: n for device, n in found}
     alone = sum(by_name.values()) == 1

@@ -219,6 +219,8 @@ def _load(name: str, hours: float | None, speedup: float) -> Trace:
     if not (speedup > 0 and math.isfinite(speedup)):
         raise UserError(f"--speedup {speedup:g} must be above 0")
     found = traces.named(name)
+    if found.arrival_us[-1] > traces.MOST_US * speedup:
+        raise UserError(f"--speedup {speedup:g}: the last request would never come; give a larger one")
     if speedup != 1:
         found = traces.Trace((found.arrival_us / speedup).astype(int), found.n_prompt, found.n_output)
     return found if hours is None else traces.repeated(found, 3600 * hours)
@@ -285,13 +287,15 @@ def _terms(setup: Deployment) -> str:
 
 
 def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
-    ttft, tpot = run.shares("ttft_s"), run.shares("tpot_s")
     yield "requests", f"{len(run.end_s):,}"
     yield "seconds", f"{run.seconds:,.1f}"
     yield "requests/s", f"{run.requests_per_s:,.3f}"
     yield "output tok/s", f"{run.output_per_s:,.1f}"
-    yield "TTFT p50, p99 (ms)", f"{1e3 * ttft['p50']:,.1f}, {1e3 * ttft['p99']:,.1f}"
-    yield "TPOT p50, p99 (ms)", f"{1e3 * tpot['p50']:,.2f}, {1e3 * tpot['p99']:,.2f}"
+    for name, of, digits in (("TTFT", run.shares("ttft_s"), 1), ("TPOT", run.shares("tpot_s"), 2)):
+        yield (
+            f"{name} p50, p99 (ms)",
+            "–" if of is None else ", ".join(f"{1e3 * x:,.{digits}f}" for x in of.values()),
+        )
     yield "batch, mean over steps", f"{run.mean_batch:,.1f}"
     yield "decode steps", f"{run.n_decode_steps:,}"
     yield "prompts and chunks", f"{run.n_prompt_steps:,}"

@@ -163,14 +163,16 @@ def _from(found: Any) -> DeviceCalibration:
         name: LinkTerms(
             float(link["fixed_s"]),
             float(link["bytes_s"]),
-            bool(link["is_rendezvous"]),
-            bool(link.get("by_nic")),
+            link["is_rendezvous"],
+            link.get("by_nic", False),
         )
         for name, link in found["links"].items()
     }
     for name, link in links.items():
-        if not (link.fixed_s >= 0 and link.bytes_s > 0):
+        if not (0 <= link.fixed_s < math.inf and 0 < link.bytes_s < math.inf):
             raise UserError(f"link {name!r} must have fixed_s of at least 0 and bytes_s above 0")
+        if not all(isinstance(x, bool) for x in (link.is_rendezvous, link.by_nic)):
+            raise UserError(f"link {name!r}: is_rendezvous and by_nic must be true or false")
     texts = (found["device"], found["date"], *found["versions"].values(), *found["points"])
     if not all(isinstance(text, str) for text in texts):
         raise UserError("device, date, versions and points must be texts")

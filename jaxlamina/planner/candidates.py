@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxlamina.planner.costs import Deployment
 from jaxlamina.planner.hardware import GIB
 from jaxlamina.planner.question import Device, Question, unsplit
+from jaxlamina.planner.roofline import shared_out_evenly
 
 SHARE_OF_MEMORY = 0.9
 _MOST_SHARDS = 8  # devices of one host, between which products are summed
@@ -30,10 +31,10 @@ def _fits(question: Question, device: Device, n_shards: int) -> bool:
 
 
 def _shards(question: Question, device: Device) -> Iterator[int]:
-    """Over how many devices a copy of the weights may be shared out: those that heads divide by, and over
-    several only where it is known what joins them."""
+    """Over how many devices a copy of the weights may be shared out: those that its sizes divide by, and
+    over several only where it is known what joins them."""
     for n in range(1, (1 if device.in_host is None else _MOST_SHARDS) + 1):
-        if question.config.num_key_value_heads % n == 0 and _fits(question, device, n):
+        if shared_out_evenly(question.config, n) and _fits(question, device, n):
             yield n
 
 

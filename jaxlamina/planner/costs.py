@@ -86,6 +86,12 @@ class Deployment:
                 f"{k} KV heads are not shared out evenly over {self.tensor_parallel} model workers, and what "
                 "then goes by their first one has no price here: take another tensor_parallel"
             )
+        if not roofline.shared_out_evenly(self.config, self.tensor_parallel):
+            raise UserError(
+                f"products of {self.config.intermediate_size} or {self.config.vocab_size} columns are not "
+                f"shared out evenly over {self.tensor_parallel} model workers, and each then keeps them "
+                "whole, which has no price here: take another tensor_parallel"
+            )
         if stages > self.config.num_hidden_layers:
             raise UserError(f"pipeline_parallel={stages} is more than the model's layers")
         if self.is_split and self.tensor_parallel not in (1, self.n_model):

@@ -7,7 +7,6 @@ formula.
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import configs_dir
 
 GIB = 1 << 30
+_MOST = 1e12  # of any number of a device
 _YEAR = re.compile(r"\b(19|20)\d\d\b")
 
 
@@ -67,8 +67,8 @@ class Hardware:
             if value is None:
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and 0 < value < math.inf):
-                raise UserError(f"{key}={value!r} must be a number above 0")
+            if not (is_number and 0 < value <= _MOST):
+                raise UserError(f"{key}={value!r} must be a number above 0 and up to {_MOST:g}")
             if not _YEAR.search(self.source.get(key, "")):
                 raise UserError(
                     f'{key}={value:g} has no source with a year: say it under [source], {key} = "…, 2025"'

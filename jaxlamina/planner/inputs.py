@@ -123,7 +123,7 @@ def prices(words: list[str]) -> dict[str, float]:
                 f"--price {word!r} must be DEVICE=DOLLARS, an hour of one, such as h100=3.49; within 0.001 … "
                 "1,000,000"
             )
-        found[_known(name)] = number
+        found[known(name)] = number
     return found
 
 
@@ -134,9 +134,9 @@ def counts(text: str) -> dict[str, int]:
         name, _, value = word.partition("=")
         if not re.fullmatch(r"\s*[1-9]\d{0,5}\s*", value):
             raise UserError(f"--devices {text!r} must be names with numbers, such as h100=2,h20=4")
-        if (known := _known(name)) in found:
-            raise UserError(f"--devices {text!r} names {known} twice: say how many there are in all")
-        found[known] = int(value)
+        if (device := known(name)) in found:
+            raise UserError(f"--devices {text!r} names {device} twice: say how many there are in all")
+        found[device] = int(value)
     return found
 
 
@@ -153,10 +153,12 @@ def _sizes(words: list[str]) -> set[str]:
     return {word.removesuffix("b") for word in words if word.endswith("gb")}
 
 
-def _known(name: str) -> str:
+def known(name: str) -> str:
+    """A device's name as in `configs/hardware`, or a file of its own. ``UserError`` for one that is not
+    known."""
     name = name.strip()
     Hardware.load(name)  # or an error that names the known ones
-    return name
+    return name if name.endswith(".toml") else name.lower()
 
 
 def _number(text: str) -> float | None:

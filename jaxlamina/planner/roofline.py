@@ -44,6 +44,12 @@ def n_mlp_matrices(config: ModelConfig) -> int:
     return 3 if _GATED[config.model_type] else 2
 
 
+def shared_out_evenly(config: ModelConfig, n: int) -> bool:
+    """Whether n shards of a model have as many KV heads, and as many columns of its products, each. Weights
+    that n does not divide are kept whole by every shard."""
+    return not any(x % n for x in (config.num_key_value_heads, config.intermediate_size, config.vocab_size))
+
+
 @cache
 def n_params(config: ModelConfig) -> int:
     """N: all parameters, biases, norms and embeddings among them."""

@@ -192,15 +192,15 @@ def _found(
 ) -> FoundPlans | UserError:
     if not setups:
         return UserError(why_nothing_fits(question))
-    plans = []
+    plans, errors = [], list[UserError]()
     for case, copies in cases:
         batches = known[case]
-        if isinstance(batches, UserError):
-            return batches
-        if batches:
+        if isinstance(batches, UserError):  # so many devices fail too often: fewer may do
+            errors.append(batches)
+        elif batches:
             plans.append(_best_batch(question, case, copies, batches))
     if not plans:
-        return UserError(_why_too_slow(question, setups))
+        return errors[0] if errors else UserError(_why_too_slow(question, setups))
     # Of equals the cheaper one, then the one of fewer devices and the simpler one.
     plans.sort(
         key=lambda p: (-p.score(question), p.usd_h or 0, p.setup.n_model + p.setup.n_attention,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from jaxlamina.errors import UserError
 
 NAMES = ("azure-conversation", "azure-code", "kimi-conversation")
 _MOST_TOKENS = 1 << 31
-_MOST_US = 1 << 62
+MOST_US = 1 << 62
 _MOST_REQUESTS = 50_000_000
 _CSV = "a trace is CSV with TIMESTAMP,ContextTokens,GeneratedTokens"
-_LEAST_S, _MOST_S = 1e-6, _MOST_US / 1e6
+_LEAST_S, _MOST_S = 1e-6, MOST_US / 1e6
 _RESULT = "a .json trace is what `jaxlamina bench serve --save-result` writes"
 _JSONL = "a line of a .jsonl trace has timestamp (ms), input_length and output_length (tokens)"
 
@@ -90,15 +91,29 @@ def repeated(trace: Trace, seconds: float) -> Trace:
     last arrival of the time before."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise UserError(f"{seconds:g} seconds of a trace must be above 0")
-    last_us = int(trace.arrival_us[-1])
-    period_us = last_us + max(1, last_us // max(1, len(trace) - 1))
-    n_times = math.ceil(1e6 * seconds / period_us)
+    n_times = math.ceil(1e6 * seconds / _period_us(trace))
     if n_times * len(trace) > _MOST_REQUESTS:
         raise UserError(f"{seconds:g} seconds of the trace are more than {_MOST_REQUESTS:,} requests")
-    arrivals = (trace.arrival_us + period_us * np.arange(n_times)[:, None]).reshape(-1)
-    n = int(np.searchsorted(arrivals, 1e6 * seconds))
-    prompts, outputs = (np.tile(tokens, n_times)[:n] for tokens in (trace.n_prompt, trace.n_output))
-    return Trace(arrivals[:n], prompts, outputs)
+    found = _times(trace, n_times)
+    n = int(np.searchsorted(found.arrival_us, 1e6 * seconds))
+    return Trace(found.arrival_us[:n], found.n_prompt[:n], found.n_output[:n])
+
+
+def first(trace: Trace, n: int) -> Trace:
+    """``n`` requests: a trace's first ones, or itself again and again as of `repeated`."""
+    found = _times(trace, -(-n // len(trace)))
+    return Trace(found.arrival_us[:n], found.n_prompt[:n], found.n_output[:n])
+
+
+def _period_us(trace: Trace) -> int:
+    last_us = int(trace.arrival_us[-1])
+    return last_us + max(1, last_us // max(1, len(trace) - 1))
+
+
+def _times(trace: Trace, n_times: int) -> Trace:
+    arrivals = (trace.arrival_us + _period_us(trace) * np.arange(n_times)[:, None]).reshape(-1)
+    prompts, outputs = (np.tile(tokens, n_times) for tokens in (trace.n_prompt, trace.n_output))
+    return Trace(arrivals, prompts, outputs)
 
 
 def named(name: str) -> Trace:
@@ -123,7 +138,7 @@ def read(path: str | Path) -> Trace:
         return answered(path)
     is_lines = Path(path).suffix == ".jsonl"
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(_of_lines(path, file) if is_lines else _of_csv(path, csv.DictReader(file)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the trace {path}: {error}") from None
@@ -140,9 +155,11 @@ def _of_csv(path: str | Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[
     for number, row in enumerate(rows, start=2):
         try:
             # of seven digits of a second Python reads six
-            time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            time = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", row["TIMESTAMP"]))
+            if time.tzinfo is not None:
+                time = time.astimezone(UTC).replace(tzinfo=None)
             sizes = _sizes(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(f"{path}, line {number}: {error!r}; {_CSV}") from None
         yield (time - datetime.min) // timedelta(microseconds=1), *sizes
 
@@ -155,7 +172,7 @@ def _of_lines(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, int
             row = json.loads(line)
             arrival_us = round(1000 * row["timestamp"])
             sizes = _sizes(row["input_length"], row["output_length"])
-            if abs(arrival_us) > _MOST_US:
+            if abs(arrival_us) > MOST_US:
                 raise ValueError(f"timestamp {row['timestamp']:g} is out of range")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: {error!r}; {_JSONL}") from None
@@ -165,7 +182,7 @@ def _of_lines(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, int
 def _sizes(n_prompt: int, n_output: int) -> tuple[int, int]:
     """``ValueError`` unless all are whole numbers of a size that a request can have."""
     sizes = n_prompt, n_output
-    if not all(isinstance(n, int) and abs(n) <= _MOST_TOKENS for n in sizes):
+    if not all(type(n) is int and abs(n) <= _MOST_TOKENS for n in sizes):
         raise ValueError(f"{sizes} must be whole numbers up to {_MOST_TOKENS:,}")
     return sizes
 
@@ -176,7 +193,7 @@ def answered(path: str | Path) -> AnsweredTrace:
     ``UserError`` for another file, and for a load whose requests did not arrive when it says, since the
     client held them back (--max-concurrency)."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             result = json.load(file)
         found = _of_result(result)
     except OSError as error:

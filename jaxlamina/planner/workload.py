@@ -49,12 +49,18 @@ class Workload:
         return cls(name, context, math.sqrt(max(0.0, (n_output**2 - 1) / 12)), n_output, (n_prompt,))
 
     def at_context(self, context: float) -> Workload:
-        """The same with another mean context: all lengths of prompts and contexts in proportion."""
+        """The same with another mean context: all lengths of prompts, answers and contexts in proportion."""
         if not 1 <= context <= 1e9:
             raise UserError(f"a mean context of {context:g} tokens must be within 1 … 1,000,000,000")
         scale = context / self.context
         prompts = tuple(scale * n for n in self.prompts)
-        return replace(self, context=context, context_sd=scale * self.context_sd, prompts=prompts)
+        return replace(
+            self,
+            context=context,
+            context_sd=scale * self.context_sd,
+            n_output=max(1.0, scale * self.n_output),
+            prompts=prompts,
+        )
 
     def stored_tokens(self, n_requests: int, sigmas: float = 0.0) -> float:
         """Stored tokens of so many live requests: their mean, or so many standard deviations more; the sum of

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlamina.errors import UserError
 from jaxlamina.planner.search import PoolPlan
 from jaxlamina.planner.traces import Trace
+from jaxlamina.planner.traces import first as first_of
 from jaxlamina.simulator.results import SimulatedRun
 from jaxlamina.simulator.simulation import ServingPolicy, simulate
 
@@ -54,22 +56,27 @@ def simulated(
     begin_s = _SETTLED * end_s
     there = (run.end_s > begin_s) & (run.first_s < end_s)
     of_window = run.tpot_s[there[run.n_output > 1]]
+    if not len(of_window):
+        raise UserError("the trace's answers have one token each: there is no time per token to simulate")
     p50, p99 = (float(x) for x in np.percentile(of_window, (50, 99)))
     tokens = plan.available * plan.copies * _tokens_within(run, begin_s, end_s) / (end_s - begin_s)
     return SimulatedPlan(tokens, p50, p99, run.mean_batch)
 
 
 def _as_asked(trace: Trace, context: float, plan: PoolPlan) -> Trace:
-    """The trace's first requests, stretched to the context, at the rate that the plan is said to serve."""
-    n = min(len(trace), max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
+    """The trace's first requests, or all again and again, stretched to the context, at the rate that the plan
+    is said to serve."""
     steps = trace.n_output.astype(float)
     own = float((steps * (trace.n_prompt + (steps - 1) / 2)).sum() / steps.sum())
+    asked = first_of(trace, max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
     prompts, outputs = (
-        np.maximum(1, np.rint(x[:n] * (context / own))).astype(int) for x in (trace.n_prompt, trace.n_output)
+        np.maximum(1, np.rint(x * (context / own))).astype(int) for x in (asked.n_prompt, asked.n_output)
     )
     fits = prompts + outputs <= plan.n_slots
+    if not fits.any():
+        raise UserError(f"no request of the trace fits in the plan's {plan.n_slots:,} KV slots")
     prompts, outputs = prompts[fits], outputs[fits]
-    arrivals = (trace.arrival_us[:n] - trace.arrival_us[0])[fits].astype(float)
+    arrivals = (asked.arrival_us - asked.arrival_us[0])[fits].astype(float)
     first = min(plan.n_rows, len(arrivals) - 1)
     later = np.maximum(0.0, arrivals - arrivals[first])
     seconds = float(outputs[first:].sum()) / (plan.tokens_s / plan.available / plan.copies)

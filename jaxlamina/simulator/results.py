@@ -92,10 +92,12 @@ class SimulatedRun:
             found["attention"] = 1 - self.decoding.attention_busy_s / step_s
         return found
 
-    def shares(self, name: str) -> dict[str, float]:
-        """p50 and p99 of "ttft_s" or "tpot_s"; nan without any."""
+    def shares(self, name: str) -> dict[str, float] | None:
+        """p50 and p99 of "ttft_s" or "tpot_s"; None without any."""
         values = getattr(self, name)
-        found = np.percentile(values, SHARES) if len(values) else [np.nan] * len(SHARES)
+        if not len(values):
+            return None
+        found = np.percentile(values, SHARES)
         return {f"p{share}": float(value) for share, value in zip(SHARES, found, strict=True)}
 
     def to_dict(self) -> dict[str, Any]:

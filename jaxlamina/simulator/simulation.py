@@ -229,9 +229,18 @@ class _Simulation:
             n + (self.policy.max_tokens or out) for n, out in zip(self._prompts, self._outputs, strict=True)
         )
         most = min(self.policy.max_num_seqs, len(self.trace)) * longest
-        n = min(costs.kv_slots(self.setup) if self.policy.kv_slots is None else self.policy.kv_slots, most)
+        n = int(
+            min(costs.kv_slots(self.setup) if self.policy.kv_slots is None else self.policy.kv_slots, most)
+        )
         if n < 1:
             raise UserError("the setup has no memory for KV beside the weights: take more or larger devices")
+        # Before one of them is made, which takes as much memory as its prompt is long.
+        for prompt, out in zip(self._prompts, self._outputs, strict=True):
+            if prompt + max(self.policy.max_tokens or 0, out) - 1 > n:
+                raise UserError(
+                    f"a request of the trace may need {prompt + out - 1:,} KV slots (prompt {prompt:,}, "
+                    f"output {out:,}), the pool has {n:,}: leave it out, or take more or larger devices"
+                )
         return n
 
     def _start(self) -> None:
