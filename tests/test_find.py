@@ -266,6 +266,7 @@ MIXES = {
     "a lag": (lambda x, tokens, at: lagged(x, at), "gather mixes"),
     "a place that is set": (lambda x, tokens, at: x.at[:, 40].set(0.0), "scatter mixes"),
     "the first": (lambda x, tokens, at: x + x[:, :1], "slice mixes"),
+    "a prefix": (lambda x, tokens, at: jnp.concatenate([jnp.ones_like(x[:, :1] * 0), x], 1)[:, :-1], "mixes tokens"),
     "expert choice": (lambda x, tokens, at: by_routers(x, 2), "top_k mixes"),
     "sorted": (lambda x, tokens, at: jnp.sort(x, 1), "sort mixes"),
 }  # fmt: skip

@@ -176,7 +176,7 @@ def _mixes(facts: Facts, eqn: compat.JaxprEqn) -> bool:
     results = [v for v in eqn.outvars if v in facts.readers or v in facts.learned.jaxpr.outvars]
     if name == "conv_general_dilated" or not all(map(facts.learned.token_dims, results)):
         return True
-    tokens = set(facts.learned.token_dims(eqn.invars[0]))
+    tokens = set(facts.learned.token_dims(of_tokens[0]))
     if name in _ALONG:
         return p[_ALONG[name]] in tokens and not is_routed(facts, eqn.invars[0])
     if name.startswith("reduce_") and "axes" in p:
@@ -186,8 +186,11 @@ def _mixes(facts: Facts, eqn: compat.JaxprEqn) -> bool:
 
 def is_routed(facts: Facts, v: Any) -> bool:
     """Integers that weights make of tokens."""
-    made = facts.source[v]
-    return From.TOKENS in made and From.PARAMS in made and np.dtype(compat.like_of(v).dtype).kind in "iub"
+    return (
+        facts.of_tokens(v)
+        and From.PARAMS in facts.source[v]
+        and np.dtype(compat.like_of(v).dtype).kind in "iub"
+    )
 
 
 def _is_at_place(facts: Facts, eqn: compat.JaxprEqn, d: int) -> bool:
