@@ -91,7 +91,8 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
     file.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.9000000,374,44\n"
         "2023-11-17 00:00:01.4000000,5,6\n2023-11-17 00:00:00.1500001,396,109\n"
-        "2023-11-17 00:00:02.0000000,12,0\n"
+        "2023-11-17 00:00:02.0000000,12,0\n",
+        encoding="utf-8-sig",
     )
     sizes, times = read_trace(file)
     assert sizes == [Size(374, 44), Size(396, 109), Size(5, 6)]

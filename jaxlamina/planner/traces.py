@@ -123,7 +123,7 @@ def read(path: str | Path) -> Trace:
         return answered(path)
     is_lines = Path(path).suffix == ".jsonl"
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(_of_lines(path, file) if is_lines else _of_csv(path, csv.DictReader(file)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the trace {path}: {error}") from None
@@ -176,7 +176,7 @@ def answered(path: str | Path) -> AnsweredTrace:
     ``UserError`` for another file, and for a load whose requests did not arrive when it says, since the
     client held them back (--max-concurrency)."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             result = json.load(file)
         found = _of_result(result)
     except OSError as error:
