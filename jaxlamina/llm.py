@@ -35,6 +35,7 @@ from jaxlamina.process import jax_cache, kept_folders
 from jaxlamina.run.make import ExecutorMaker, ModelPlace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
+from jaxlamina.text.chat_template import with_text
 from jaxlamina.weights.fingerprint import fingerprint
 from jaxlamina.weights.replacing import check_same_arrays, check_same_model, copied
 from jaxlamina.weights.sources import ModelSource, as_stored, open_source, tokenizer_of
@@ -289,9 +290,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, put into words by the model's chat template.
 
-        A conversation is a list of ``{"role": …, "content": …}``; ``template`` goes to the template as it is,
-        but ``chat_template`` (one in place of the model's) and ``continue_final_message`` (go on with the
-        last message). The rest is as of `generate`.
+        A conversation is a list of ``{"role": …, "content": …}``, whose content is a text, or a list of
+        ``{"type": "text", "text": …}``, a line each. ``template`` goes to the template as it is, but
+        ``chat_template`` (one in place of the model's) and ``continue_final_message`` (go on with the last
+        message). The rest is as of `generate`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
@@ -301,7 +303,7 @@ class LLM:
         """The prompt, text and token ids, that ``chat`` makes of one conversation."""
         tokenizer = self._tokenizer_for("chat")
         template.setdefault("add_generation_prompt", not template.get("continue_final_message"))
-        text = tokenizer.apply_chat_template(list(messages), **template)
+        text = tokenizer.apply_chat_template([with_text(message) for message in messages], **template)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str]:

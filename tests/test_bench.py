@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -332,6 +333,7 @@ def test_split_command_ends_with_json(tmp_path: Path, only_json: bool) -> None:
     assert (len(shown.splitlines()) == 1) == only_json
     if not only_json:
         assert "limit 2 s" in shown and "(1 is flat)" in shown
+        assert " parameters " in shown and re.search(r" 2 +\d+\.\d k ", shown), "as large as it is"
 
 
 def test_decode_command_ends_with_json(tiny_folder: Path) -> None:
@@ -406,6 +408,13 @@ def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
     assert (record["n_computed_first"], record["n_computed_second"]) == (28, 4)
     assert record["same_tokens"]
     assert record["ratio"] == pytest.approx(record["second_s"][0] / record["first_s"][0])
+
+
+def test_prefix_bench_says_that_nothing_was_cached(tiny_folder: Path) -> None:
+    options = ["--model", str(tiny_folder), "--shared", "1", "--own", "1", "--rounds", "1"]
+    record, shown = bench("prefix", *options)
+    assert record["same_tokens"] and record["n_cached_tokens"] == 0
+    assert "the same tokens as without" in shown and "nothing was cached" in shown
 
 
 # ---- step bench

@@ -77,7 +77,7 @@ def test_a_summary_is_of_the_answers_without_an_error(found: list[TimedAnswer], 
 
 
 def test_metrics_of_one_answer_are_their_definitions() -> None:
-    answer = TimedAnswer(7, 5, sent_s=10.0, text_s=(10.5, 10.6, 10.9), end_s=11.3)
+    answer = TimedAnswer(7, 5, sent_s=10.0, token_s=(10.5, 10.6, 10.9), end_s=11.3)
     assert answer.ttft_s == pytest.approx(0.5)
     assert answer.e2el_s == pytest.approx(1.3)
     assert answer.tpot_s == pytest.approx((1.3 - 0.5) / 4)
@@ -146,31 +146,46 @@ def read(*events: Any) -> Stream:
     return stream
 
 
-def test_a_chat_stream_is_timed_by_its_pieces_of_text() -> None:
+def test_a_chat_stream_is_timed_by_its_tokens() -> None:
     stream = read(
         ": keep-alive",
         {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None},
         {"choices": [{"index": 0, "delta": {"reasoning_content": "so"}, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {"content": "far"}}]},
+        {"choices": [{"index": 0, "delta": {"content": ""}}]},
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "far"}}]},
+        {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
         {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}},
         "data: [DONE]",
     )
     stream.check()
     answer = stream.answer(Size(8, 2), sent_s=-1.0)
-    assert answer == TimedAnswer(9, 3, -1.0, (2.0, 3.0), 4.0)
+    assert answer == TimedAnswer(9, 3, -1.0, (2.0, 3.0, 4.0, 5.0), 6.0)
 
 
 def test_a_server_that_counts_no_tokens_has_its_pieces_counted() -> None:
     chunks = [{"choices": [{"text": t, "finish_reason": None}]} for t in ("a", "", "b")]
     answer = read(*chunks, "data: [DONE]").answer(Size(8, 3), sent_s=0.0)
-    assert (answer.n_prompt, answer.n_output, answer.usage) == (8, 2, False)
-    assert (answer.text_s, answer.end_s) == ((0.0, 2.0), 2.0)
+    assert (answer.n_prompt, answer.n_output, answer.usage) == (8, 3, False)
+    assert (answer.token_s, answer.end_s) == ((0.0, 1.0, 2.0), 2.0), "a token need not have text"
 
 
 def test_an_answer_without_text_ends_with_its_only_token() -> None:
     answer = read({"choices": [{"text": "", "finish_reason": "length"}]}).answer(Size(8, 1), sent_s=-2.0)
-    assert (answer.ttft_s, answer.e2el_s) == (2.0, 2.0)
+    assert (answer.ttft_s, answer.e2el_s, answer.tpot_s, answer.itl_s) == (2.0, 2.0, None, [])
+    assert keeps(answer, {"tpot": 1.0})
+
+
+def test_an_answer_of_which_only_the_end_is_told_keeps_no_limit_of_its_tokens() -> None:
+    chunks = [
+        ": keep-alive",
+        {"choices": [{"text": "", "finish_reason": "length"}]},
+        {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 6}},
+    ]
+    answer = read(*chunks, "data: [DONE]").answer(Size(8, 6), sent_s=-2.0)
+    assert (answer.n_output, answer.ttft_s, answer.tpot_s) == (6, 3.0, None)
+    assert keeps(answer, {"ttft": 3000.0}) and not keeps(answer, {"tpot": 1e9})
+    assert samples_ms([answer], "tpot") == samples_ms([answer], "itl") == []
 
 
 def test_streams_that_fail_are_refused() -> None:
@@ -293,6 +308,14 @@ def test_chats_arrive_at_a_rate(server: str) -> None:
     assert "p90_tpot_ms" in record and "p90_ttft_ms" not in record
 
 
+def test_what_was_measured_is_told_though_it_cannot_be_saved(server: str) -> None:
+    result = bench(
+        server, "--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--save-result", "/dev/full"
+    )
+    assert isinstance(result.exception, UserError) and "cannot write --save-result" in str(result.exception)
+    assert json.loads(result.stdout.splitlines()[-1])["completed"] == 1
+
+
 def test_failed_requests_are_counted_and_shown(server: str) -> None:
     words = ["--num-prompts", "12", "--input-len", "6", "--output-len", "100", "--ignore-eos"]
     result = bench(server, *words)
@@ -318,6 +341,15 @@ def test_failed_requests_are_counted_and_shown(server: str) -> None:
         (["--speedup", "0"], "--speedup 0 must be above 0"),
         (["--request-rate", "0"], "must be above 0"),
         (["tpot:50"], "takes options alone"),
+        (["--speedup", "2"], "--speedup is of --dataset-name trace"),
+        (["--burstiness", "2"], "--burstiness is of arrivals at a --request-rate"),
+        (["--dataset-name", "sharegpt-like", "--input-len", "9"], "--input-len is of --dataset-name random"),
+        (["--dataset-name", "trace", "--dataset-path", "x.csv", "--burstiness", "2"], "trace has its own"),
+        (["--dataset-name", "trace", "--dataset-path", "x.csv", "--output-len", "2"], "--output-len is of"),
+        (["--save-result", "/"], "--save-result '/' is a folder"),
+        (["--save-result", "/nowhere/x.json"], "there is no such folder"),
+        (["--api-key", "a\nb"], "the API key has signs"),
+        (["--api-key", "sk-→"], "the API key has signs"),
         (["--api-key", "wrong"], "answers with status 401"),
     ],
 )

@@ -72,6 +72,14 @@ def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:
     assert record["n_layers"] == 1 and not record["split"] and record["mean_lengths"] == [5, 3]
 
 
+def test_a_model_of_ones_own_is_named_and_single_tokens_are_counted() -> None:
+    options = ["--model", "plain_models:soft_cap_window", "--dataset-name", "random", "--input-len", "5"]
+    record, _ = bench("throughput", *options, "--output-len", "1", "--num-prompts", "3", "--no-split")
+    assert record["model"] == "plain_models:soft_cap_window"
+    [run] = record["results"][OURS]
+    assert run["most_at_once"] == run["batch"] == 3
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -81,6 +89,11 @@ def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:
         (["--config", "llama-3-8b", "--one-at-a-time", "33"], "at most --num-prompts 32"),
         (["--config", "llama-3-8b", "--dataset-name", "random", "--input-len", "9000"], "9128 tokens"),
         (["--layers", "1"], "--layers is for --config"),
+        (["--input-len", "9"], "--input-len is of --dataset-name random"),
+        (
+            ["--dataset-name", "alpaca-like", "--output-len", "128"],
+            "--output-len is of --dataset-name random",
+        ),
         (["--steady", "--padded"], "leave one out"),
     ],
 )

@@ -39,9 +39,11 @@ def test_this_device_is_measured_and_the_planner_takes_the_file(tmp_path, monkey
     assert step_cost(Deployment(model_config(shape), found.terms), 4, 64).step_s > 0
 
 
-def test_a_file_that_cannot_be_written_is_said_before_minutes_go_by(tmp_path, capsys):
-    assert main(["bench", "calibrate", "--out", str(tmp_path / "none" / "x.json")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "what"), [("none/x.json", "there is no such folder"), ("", "is a folder")])
+@pytest.mark.parametrize("command", [["bench", "calibrate"], ["bench", "predict"]])
+def test_a_file_that_cannot_be_written_is_said_before_minutes_go_by(tmp_path, capsys, command, name, what):
+    assert main([*command, "--out", str(tmp_path / name)]) == 2
+    assert what in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own_has_no_price(capsys):

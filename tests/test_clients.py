@@ -18,7 +18,7 @@ from serving import ROOT, WORDS_TEMPLATE, environment, serving
 from jaxlamina.cli.batch_input import CHAT, COMPLETIONS, parse
 from jaxlamina.cli.chat import SETTABLE
 from jaxlamina.errors import UserError
-from jaxlamina.server.client import Client, ServerError
+from jaxlamina.server.client import Client, ServerError, authorization
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +244,10 @@ def test_what_batch_takes():
         {n: {"max_tokens": 9, "prompt": t} for n, t in (("1", "a"), ("3", " b "))},
     )
     assert bodies('{"prompt": [1, 2], "max_tokens": 3}')[1] == {"1": {"prompt": [1, 2], "max_tokens": 3}}
+    for sign in ("\u2028", "\u2029", "\x85"):
+        line = json.dumps({"prompt": f"a{sign}b"}, ensure_ascii=False)
+        assert bodies(f"\ufeff{line}\r\n")[1] == {"1": {"max_tokens": 9, "prompt": f"a{sign}b"}}
+    assert bodies("a\x0cb\r\nc")[1].keys() == {"1", "2"}, "a line ends with a line"
     for text, says in {
         '["a", "b"] [1]': "it must be",
         '["a"] [0]': "it must be",
@@ -280,6 +284,9 @@ def test_servers_that_are_not_there_or_say_no_are_one_line(server, capsys):
     first, second, third = capsys.readouterr().err.splitlines()
     assert "must be a server's address" in first and "cannot talk to http://127.0.0.1:1" in second
     assert third.startswith("error: cannot read no-such-file.txt")
+    assert main(["batch", '["a"]', "--url", server.url, "--api-key", "é\nb"]) == 2
+    assert "the API key has signs" in capsys.readouterr().err
+    assert authorization(" sk-abc\r\n") == {"Authorization": "Bearer sk-abc"}
     with pytest.raises(ServerError, match=r"\(401\): the API key"):
         Client(f"{server.url}/v1/").post("/v1/completions", {"prompt": "w1"})
 

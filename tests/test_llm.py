@@ -114,6 +114,11 @@ def test_chat_answers_one_conversation_or_several(llm: LLM):
     begun = [*question, {"role": "assistant", "content": "The capital of"}]
     [on] = llm.chat(begun, GREEDY, continue_final_message=True)
     assert on.text.startswith(" France") and on.prompt.endswith("<|im_start|>assistant\nThe capital of")
+    parts = [{"type": "text", "text": text} for text in ("What is the", "capital of France?")]
+    joined = llm.chat_prompt([{"role": "user", "content": "What is the\ncapital of France?"}])
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == joined
+    with pytest.raises(UserError, match="a content part of type 'image_url' is not supported"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
     several = llm.chat([question, [{"role": "user", "content": "Say hello."}]], GREEDY)
     assert several[0].token_ids == answer.token_ids and len(several) == 2
 

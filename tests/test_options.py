@@ -117,6 +117,19 @@ def test_an_option_of_several_commands_is_one_option(name):
     assert differs == (name in BY_COMMAND), definitions(name)
 
 
+def test_whole_numbers_of_benches_have_a_least_one(capsys):
+    bounds = {
+        (name, flag): p.min
+        for name, of in ALL.items()
+        for flag, p in of.items()
+        if name.startswith("bench ") and p.type_descriptor.annotation is int
+    }
+    assert len(bounds) > 30 and [option for option, least in bounds.items() if least is None] == []
+    for words in (["kernels", "--seed", "-1"], ["serve", "--num-prompts", "99999999999999"]):
+        assert main(["bench", *words]) == 2
+        assert f"Invalid value for '{words[1]}'" in capsys.readouterr().err
+
+
 def test_whoever_writes_with_a_model_has_all_of_its_options():
     for command in WRITERS:
         names = {param.name for param in ALL[command].values()}

@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_written(capsys, tmp_path):
     folder = tmp_path / "taken.svg"
     folder.mkdir()
     assert main(["schedule", "--gantt", str(folder)]) == 2
-    assert "Is a directory" in capsys.readouterr().err
+    assert "is a folder" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_table_is_still_there(capsys, monkeypatch):

@@ -57,11 +57,11 @@ def breakdown_command(
     record = step_bench.job_of(config, source.model, dtype, group)
     record |= {"results": [x.to_dict() for x in found]}
     title = "{model}, {n_layers} layers, {dtype}; {job}; {accelerator}".format(**record)
+    tell("breakdown", record, where, [title, *_parts(found)], as_json=as_json)
     if timeline is not None:
         perfetto.write({str(x): x.timeline for x in found}, timeline)
     if figure is not None:
         breakdown_figure.draw(found, f"{title}, {where.line()}", figure)
-    tell("breakdown", record, where, [title, *_parts(found)], as_json=as_json)
 
 
 def _parts(found: Sequence[Breakdown]) -> Iterator[Part]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxlamina.bench.flags import AsJson, Rounds, option, shape_of
 from jaxlamina.bench.report import Columns, Part, progress, table, tell, warning
+from jaxlamina.console.outputs import check_output
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def calibrate_command(
     """Measure products, attention, exchanges and steps on this device, and write the planner's calibration.
 
     The planner's terms are fitted to what was measured. Takes minutes."""
+    check_output(out, "--out")
     import jax
 
     from jaxlamina import ranks
@@ -51,20 +53,13 @@ def calibrate_command(
         raise UserError(f"--config {name}: a model of yours has operators of which no price is known")
     layers = calibrate_bench.sizes_of(device).layers
     shape = whole if layers is None else shape_of(name, min(layers, whole.num_hidden_layers))
-    _check(out)
     where = machine.describe(("mpi4jax",))
     with progress() as on_progress:
         found = calibrate_bench.measure(name, shape, n_rounds=rounds, group=group, on_progress=on_progress)
-    found.calibration.save(out)
     record = found.calibration.to_dict() | {"out": str(out), "took_s": found.took_s}
     record |= {"measured": calibrate_bench.numbers_of(found), "left_out": found.left_out}
     tell("calibrate", record, where, _parts(found, out), as_json=as_json)
-
-
-def _check(out: Path) -> None:
-    """Before minutes go by: whether the file can be written."""
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    found.calibration.save(out)
 
 
 def _parts(found: Calibrated, out: Path) -> Iterator[Part]:
@@ -83,4 +78,4 @@ def _parts(found: Calibrated, out: Path) -> Iterator[Part]:
     for name, link in found.calibration.links.items():
         yield f"messages by {name}: {1e6 * link.fixed_s:.1f} µs, and {link.bytes_s / 1e9:.4g} GB/s"
     yield from (warning(f"left out: {line}") for line in found.left_out.values())
-    yield f"written to {out}, in {found.took_s:.0f} s"
+    yield f"measured in {found.took_s:.0f} s, and written to {out}"

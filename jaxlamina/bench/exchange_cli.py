@@ -60,9 +60,9 @@ def exchange_command(
             )  # fmt: skip
         except RankError as error:
             raise UserError(f"no transport could be measured: {error}") from error
+    tell("exchange", found.to_dict(), where, _parts(found), as_json=as_json)
     if figure is not None:
         exchange_figure.draw(found, _title(found, where), figure)
-    tell("exchange", found.to_dict(), where, _parts(found), as_json=as_json)
 
 
 def _title(found: ExchangeReport, where: Machine) -> str:

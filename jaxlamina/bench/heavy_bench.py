@@ -111,7 +111,7 @@ async def _going_on(target: Target, prompt: Prompt, size: Size, n: int, seen: _S
         while not over.is_set():
             answer = await ask(http, target, prompt, size)
             seen.n_failed += answer.error is not None
-            seen.texts += pairwise(answer.text_s)
+            seen.texts += pairwise(answer.token_s)
 
     async def health(http: aiohttp.ClientSession) -> None:
         while not over.is_set():

@@ -25,7 +25,10 @@ def kernels_command(
         str, option("Peers, separated by commas; auto: all there are; on a CPU native and XLA.")
     ] = "auto",
     rounds: Rounds = 5,
-    seed: Annotated[int | None, option("Of inputs and shuffled slots; default: another every run.")] = None,
+    seed: Annotated[
+        int | None,
+        option("Of inputs and shuffled slots; default: another every run.", min=0, max=2**32 - 1),
+    ] = None,
     tune: Annotated[
         bool, option("Try every tuning of the Hopper kernel and write the best to its table.", "--tune")
     ] = False,

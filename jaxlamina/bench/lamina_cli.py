@@ -35,7 +35,9 @@ def lamina_command(
         str, option("Shares of the attention that stay on model workers, separated by commas.")
     ] = "0,auto",
     dataset_name: Annotated[str, option(f"Lengths: {', '.join(DRAWN)}.")] = "azure-conversation",
-    num_prompts: Annotated[int, option("Requests, which all ways share out or have.", min=1)] = 256,
+    num_prompts: Annotated[
+        int, option("Requests, which all ways share out or have.", min=1, max=model_options.MOST_REQUESTS)
+    ] = 256,
     max_num_seqs: model_options.MaxNumSeqs = None,
     max_model_len: Annotated[
         int | None, option("Draw no longer requests. Default: the model's length.", min=2)

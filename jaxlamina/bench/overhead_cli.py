@@ -56,7 +56,9 @@ def overhead_command(
     request_rate: Annotated[
         str, option("Also the server under Poisson arrivals: rates a second, such as 0.5,1,2.")
     ] = "",
-    num_prompts: Annotated[int, option("Requests at each rate.", min=1)] = 32,
+    num_prompts: Annotated[
+        int, option("Requests at each rate.", min=1, max=model_options.MOST_REQUESTS)
+    ] = 32,
     dataset_name: Annotated[str, option(f"Their lengths: {', '.join(DRAWN)}.")] = "alpaca-like",
     max_num_seqs: model_options.MaxNumSeqs = None,
     max_model_len: model_options.MaxModelLen = None,

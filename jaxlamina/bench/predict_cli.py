@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxlamina.bench.flags import AsJson, option
 from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, verdict
+from jaxlamina.console.outputs import check_output
 
 if TYPE_CHECKING:
     from jaxlamina.planner.calibration import DeviceCalibration
@@ -107,6 +108,7 @@ def _calibration(given: Path | None, out: Path | None, on_progress: object) -> D
         )
     if given is not None:
         raise UserError("--out writes what is fitted to the package's points: leave --calibration out")
+    check_output(out, "--out")
     assert callable(on_progress)
     on_progress("fitting")
     known = measured()

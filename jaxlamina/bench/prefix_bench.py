@@ -35,6 +35,7 @@ class PrefixTimes:
     n_computed_first: int  # prompt tokens that were run through the model
     n_computed_second: int
     same_tokens: bool  # the second's tokens are those it has with an empty cache
+    n_cached_tokens: int  # of that prompt, where the cache was not empty
 
     @property
     def ratio(self) -> float:
@@ -110,7 +111,7 @@ def measure(
         tuple(seconds for seconds, _ in second),
         first[-1][1],
         second[-1][1],
-        _same_tokens(llm, b),
+        *_same_tokens(llm, b),
     )
 
 
@@ -126,14 +127,13 @@ def _first_token_s(llm: Any, prompt: Sequence[int]) -> float:
     return seconds
 
 
-def _same_tokens(llm: Any, prompt: Sequence[int]) -> bool:
-    """Whether four greedy tokens after a cached prefix are those of the whole prompt computed."""
+def _same_tokens(llm: Any, prompt: Sequence[int]) -> tuple[bool, int]:
+    """Whether four greedy tokens after a cached prefix are those of the whole prompt computed, and how many
+    tokens were cached."""
     from jaxlamina.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     [cached] = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
     llm.reset_prefix_cache()
     [computed] = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
-    return bool(
-        cached.token_ids == computed.token_ids and cached.n_cached_tokens and not computed.n_cached_tokens
-    )
+    return cached.token_ids == computed.token_ids, cached.n_cached_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from jaxlamina.bench.flags import AsJson, option
-from jaxlamina.bench.report import progress, tell, verdict
+from jaxlamina.bench.report import Part, progress, tell, verdict, warning
 from jaxlamina.cli.model_options import find
 from jaxlamina.options import MODEL_HELP
 
@@ -28,11 +28,13 @@ def prefix_command(
             str(path), n_shared_tokens=shared, n_own_tokens=own, n_rounds=rounds, split=not no_split
         )
     record, limit = times.to_dict(), prefix_bench.RATIO_LIMIT
-    lines = [
+    lines: list[Part] = [
         f"{name} request: {record[f'{name}_median_s']:.4f} s to its first token, {n} prompt tokens computed"
         for name, n in (("first", times.n_computed_first), ("second", times.n_computed_second))
     ]
     same = "the same tokens as" if times.same_tokens else "OTHER TOKENS THAN"
     is_met = verdict(times.ratio <= limit)
     lines.append(f"second / first: {times.ratio:.3f} (limit {limit}: {is_met}); {same} without a cache")
+    if not times.n_cached_tokens:
+        lines.append(warning("nothing was cached, so nothing is said of a cache: take a longer --shared"))
     tell("prefix", record, where, lines, as_json=as_json)

@@ -173,7 +173,7 @@ class _Bench:
 
         def all_go_on() -> bool:
             ready = self._said(_READY, number + 1)
-            return bool(ready) and all(s.text_s[-1] > ready[number][0] for s in streams)
+            return bool(ready) and all(s.token_s[-1] > ready[number][0] for s in streams)
 
         def check() -> None:
             for task in asked:
@@ -187,16 +187,16 @@ class _Bench:
 
         before = await self._counters(http)
         pid = find(whom, self._server.pid, (await self._status(http))["workers"])
-        await until(lambda: all(len(s.text_s) >= load.n_written for s in streams), "tokens of all streams")
+        await until(lambda: all(len(s.token_s) >= load.n_written for s in streams), "tokens of all streams")
         os.kill(pid, FAULTS[fault])
         struck_s = time.perf_counter()
-        n_tokens = sum(load.size.n_prompt + len(s.text_s) for s in streams)
+        n_tokens = sum(load.size.n_prompt + len(s.token_s) for s in streams)
         await until(lambda: self._said(_ENDED, number + 1), "the supervisor, who has not noticed")
         noticed_s, line = self._said(_ENDED, number + 1)[number]
         await until(lambda: self._said(_READY, number + 1), "the job")
         ready_s, _ = self._said(_READY, number + 1)[number]
         await until(all_go_on, "streams, which do not go on")
-        next_s = tuple(next(t for t in s.text_s if t > ready_s) - struck_s for s in streams)
+        next_s = tuple(next(t for t in s.token_s if t > ready_s) - struck_s for s in streams)
         after = await self._counters(http)
         spare_s = None
         if self._standing_by_s is not None:

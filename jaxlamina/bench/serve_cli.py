@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ import typer
 from jaxlamina.bench import report
 from jaxlamina.bench.flags import ApiKey, AsJson, BaseUrl, Host, Port, Seed, ServedModel, address, option
 from jaxlamina.cli import model_options
+from jaxlamina.console.outputs import check_output
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ PAIRS: report.Columns = (("", lambda row: row[0], "<"), ("", lambda row: row[1],
 
 
 def serve_command(
+    context: typer.Context,
     base_url: BaseUrl = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -46,14 +49,20 @@ def serve_command(
         ),
     ] = None,
     speedup: Annotated[float, option("The trace's arrivals come so much faster.")] = 1.0,
-    num_prompts: Annotated[int, option("Requests; of a trace the first ones.", min=1)] = 1000,
+    num_prompts: Annotated[
+        int, option("Requests; of a trace the first ones.", min=1, max=model_options.MOST_REQUESTS)
+    ] = 1000,
     input_len: model_options.InputLen = 1024,
     output_len: model_options.OutputLen = 128,
     request_rate: Annotated[
         float, option("Requests a second; inf: all at once. A trace has its own arrivals.")
     ] = math.inf,
     burstiness: Annotated[
-        float, option("Shape of the gamma distribution between arrivals: 1 Poisson, less comes in bursts.")
+        float,
+        option(
+            "With --request-rate: shape of the gamma distribution between arrivals: 1 Poisson, less comes in "
+            "bursts."
+        ),
     ] = 1.0,
     max_concurrency: Annotated[
         int | None, option("Requests at the server at most; others wait here, untimed.", min=1)
@@ -93,6 +102,8 @@ def serve_command(
     limits = [*(goodput or []), *(more_goodput or [])]
     wanted = serve_metrics.Wanted.parse(percentile_metrics, metric_percentiles, limits)
     _check(endpoint, dataset_name, dataset_path, speedup, request_rate, token_ids)
+    _check_effects(context, dataset_name, request_rate)
+    check_output(save_result, "--save-result")
     url = address(base_url, host, port)
     served = asyncio.run(serve_client.look(url, model, api_key))
     if token_ids:
@@ -118,11 +129,11 @@ def serve_command(
     record |= {"request_rate": None if dataset_path or math.isinf(request_rate) else request_rate}
     record |= {"speedup": speedup if dataset_path else None, "max_concurrency": max_concurrency, "seed": seed}
     record |= wanted.of(measured.answers, measured.duration_s) | {"latest_ms": 1e3 * measured.latest_s}
+    report.tell("serve", record, where, parts(record, measured, load, wanted), as_json=as_json)
     if save_result is not None:
         report.save(
             save_result, report.whole("serve", record | _each(measured, load), where), "--save-result"
         )
-    report.tell("serve", record, where, parts(record, measured, load, wanted), as_json=as_json)
     if not record["completed"]:
         raise UserError(f"no request was answered: {next(iter(record['errors']))}")
 
@@ -142,6 +153,19 @@ def _check(endpoint: str, name: str, path: Path | None, speedup: float, rate: fl
         raise UserError("a trace has its own arrivals: leave out --request-rate, or change them by --speedup")
     if not (speedup > 0 and math.isfinite(speedup)):
         raise UserError(f"--speedup {speedup:g} must be above 0")
+
+
+def _check_effects(context: typer.Context, name: str, rate: float) -> None:
+    """``UserError`` for an option that this load does not look at."""
+    refuse = partial(model_options.refuse_given, context)
+    if name != "random":
+        refuse("is of --dataset-name random: add that, or leave it out", "input_len", "output_len")
+    if name != "trace":
+        refuse("is of --dataset-name trace: leave it out, or change --request-rate", "speedup")
+    else:
+        refuse("is of drawn arrivals, and a trace has its own: leave it out", "burstiness")
+    if math.isinf(rate):
+        refuse("is of arrivals at a --request-rate: give one, or leave it out", "burstiness")
 
 
 def _load(

@@ -18,6 +18,7 @@ from jaxlamina.bench.loads import Size
 from jaxlamina.bench.prompts import PASSAGE
 from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.errors import UserError
+from jaxlamina.server.client import authorization
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Where a server does not say what its tokens are: words that are a token each in most vocabularies.
@@ -38,7 +39,8 @@ Prompt = str | list[int]
 @dataclass(frozen=True)
 class Target:
     """Where requests go and what they have in common. ``silence_s``: a server that says nothing for so long
-    is given up. ``gives_ids``: each token is told, also one without text (vLLM's `return_token_ids`)."""
+    is given up. ``gives_ids``: each token is told, also one without text, which a server may keep to itself
+    otherwise (vLLM's `return_token_ids`)."""
 
     base_url: str  # without "/v1"
     endpoint: str  # a key of `PATHS`
@@ -65,21 +67,31 @@ class Target:
         return common | {"prompt": prompt, "max_tokens": n_output}
 
 
-class _Text(msgspec.Struct):
+class _Delta(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: list[Any] | None = None
 
     @property
-    def any(self) -> bool:
-        return bool(self.content or self.reasoning_content or self.reasoning)
+    def has_any(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Text | None = None
+    delta: _Delta | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+
+    @property
+    def has_token(self) -> bool:
+        """Maybe one without text. Not of a chunk that only begins a chat's message, which servers may send
+        before they compute anything, or only says why the answer has ended."""
+        if self.text or self.token_ids or (self.delta is not None and self.delta.has_any):
+            return True
+        return self.finish_reason is None and (self.delta is None or self.delta.role is None)
 
 
 class _Usage(msgspec.Struct):
@@ -98,10 +110,11 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 def session(target: Target) -> aiohttp.ClientSession:
     """For any number of requests at once, to be closed by who asked for it."""
-    headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=target.silence_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S)
-    return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector, json_serialize=_json)
+    return aiohttp.ClientSession(
+        headers=authorization(target.api_key), timeout=timeout, connector=connector, json_serialize=_json
+    )
 
 
 def _json(body: Any) -> str:
@@ -137,7 +150,7 @@ class Stream:
     """A server-sent stream of chunks, line by line."""
 
     def __init__(self) -> None:
-        self.text_s: list[float] = []
+        self.token_s: list[float] = []
         self._end_s: float | None = None
         self._is_whole = False
         self._usage: _Usage | None = None
@@ -154,8 +167,8 @@ class Stream:
             raise RefusedByServer(_message(data))
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
-            if choice.text or choice.token_ids or (choice.delta is not None and choice.delta.any):
-                self.text_s.append(now_s)
+            if choice.has_token:
+                self.token_s.append(now_s)
                 self._end_s = now_s
             if choice.finish_reason is not None:
                 self._is_whole, self._end_s = True, now_s
@@ -167,12 +180,12 @@ class Stream:
     def answer(self, size: Size, sent_s: float) -> TimedAnswer:
         end_s = self._end_s
         assert end_s is not None
-        usage = self._usage or _Usage(size.n_prompt, len(self.text_s))
+        usage = self._usage or _Usage(size.n_prompt, len(self.token_s))
         return TimedAnswer(
             usage.prompt_tokens,
             usage.completion_tokens,
             sent_s,
-            tuple(self.text_s) or (end_s,),
+            tuple(self.token_s),
             end_s,
             usage=self._usage is not None,
         )

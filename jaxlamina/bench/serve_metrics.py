@@ -30,22 +30,23 @@ IN_GOODPUT = ("ttft", "tpot", "e2el")
 class TimedAnswer:
     """One request as its client saw it. Seconds of one clock.
 
-    ``text_s``: when each piece of text came; of an answer without any, when it ended. ``usage``: whether the
-    server said how many tokens there were; otherwise pieces were counted. ``error``: why there is no (whole)
-    answer.
+    ``token_s``: when each piece with a token came; empty where only the end of the answer was told.
+    ``usage``: whether the server said how many tokens there were; otherwise pieces were counted. ``error``:
+    why there is no (whole) answer.
     """
 
     n_prompt: int
     n_output: int
     sent_s: float
-    text_s: tuple[float, ...] = ()
+    token_s: tuple[float, ...] = ()
     end_s: float = 0.0
     usage: bool = True
     error: str | None = None
 
     @property
     def ttft_s(self) -> float:
-        return self.text_s[0] - self.sent_s
+        """To the first token, which was there by the answer's end if nothing told of it."""
+        return (self.token_s[0] if self.token_s else self.end_s) - self.sent_s
 
     @property
     def e2el_s(self) -> float:
@@ -54,13 +55,16 @@ class TimedAnswer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds a token after the first; None where there is no other."""
-        return (self.e2el_s - self.ttft_s) / (self.n_output - 1) if self.n_output > 1 else None
+        """Mean seconds a token after the first; None where there is no other, or nothing told when the first
+        one came."""
+        if not self.token_s or self.n_output <= 1:
+            return None
+        return (self.e2el_s - self.ttft_s) / (self.n_output - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Between pieces of text: one token each, of most servers."""
-        return [b - a for a, b in pairwise(self.text_s)]
+        """Between pieces: one token each, of most servers."""
+        return [b - a for a, b in pairwise(self.token_s)]
 
     @property
     def normalised_s(self) -> float:
@@ -114,10 +118,10 @@ def summary(
 
 
 def keeps(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether an answer without an error is within every limit. One of a single token has no TPOT to
-    exceed."""
+    """Whether an answer without an error is within every limit. One of a single token has no TPOT to exceed;
+    one of several whose TPOT is not known does not keep it."""
     values = ((getattr(answer, f"{name}_s"), limit) for name, limit in limits_ms.items())
-    return all(value is None or 1e3 * value <= limit for value, limit in values)
+    return all(answer.n_output <= 1 if value is None else 1e3 * value <= limit for value, limit in values)
 
 
 def most_at_once(answers: Sequence[TimedAnswer]) -> int:

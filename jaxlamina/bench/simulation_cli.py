@@ -22,7 +22,12 @@ _NAMES = {"output_per_s": "output tok/s", "ttft_s": "TTFT p50 (s)", "tpot_s": "T
 
 def simulation_command(
     model: model_options.Model = DEFAULT_MODEL,
-    num_prompts: Annotated[int, option("Requests: the first of the Azure conversation trace.", min=2)] = 48,
+    num_prompts: Annotated[
+        int,
+        option(
+            "Requests: the first of the Azure conversation trace.", min=2, max=model_options.MOST_REQUESTS
+        ),
+    ] = 48,
     shorter: Annotated[float, option("Prompts and outputs are so many times shorter than the trace's.")] = 12,
     request_rate: Annotated[float, option("Requests a second, on average.")] = 1.0,
     max_num_seqs: model_options.MaxNumSeqs = None,

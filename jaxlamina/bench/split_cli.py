@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from jaxlamina.bench.flags import AsJson, Config, option
+from jaxlamina.bench.flags import AsJson, option
 from jaxlamina.bench.lists import whole_numbers
 from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, verdict
 from jaxlamina.errors import UserError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COLUMNS: Columns = (
     ("layers", lambda t: t.n_layers, ""),
-    ("weights", lambda t: f"{t.n_params / 1e9:.1f} B", ""),
+    ("parameters", lambda t: _counted(t.n_params), ""),
     ("equations", lambda t: t.n_eqns, ""),
     ("trace s", lambda t: t.trace_s, ".2f"),
     ("split s", lambda t: t.split_s, ".2f"),
@@ -28,7 +28,9 @@ EACH: Columns = (("each s", lambda t: t.every_slice_s, ".1f"),)
 
 
 def split_command(
-    config: Config = "llama-2-70b",
+    config: Annotated[
+        str, option("A model shape: a name in configs/models, or a config.json or .toml.")
+    ] = "llama-2-70b",
     layers: Annotated[str, option("Layer counts, separated by commas.")] = "8,32,80",
     batch: Annotated[int, option("Requests in the decode step that is split.", min=1)] = 8,
     dtype: Annotated[str, option("Weights: bfloat16 or float32.")] = "bfloat16",
@@ -55,6 +57,13 @@ def split_command(
     title = f"{config}, decode step of {batch} requests, {dtype}, abstract weights"
     results = [times.to_dict() for times in found]
     tell("split", {**record, "results": results}, where, _parts(title, found, limits), as_json=as_json)
+
+
+def _counted(n: int) -> str:
+    for one, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= one:
+            return f"{n / one:.1f} {unit}"
+    return str(n)
 
 
 def _parts(title: str, found: Sequence[SplitTimes], limits: dict[str, float]) -> Iterator[Part]:

@@ -174,7 +174,7 @@ async def _streams(
             answer = await ask(http, target, prompt, load.size)
             if answer.error is not None:
                 raise UserError(f"a request failed: {answer.error}")
-            gaps.extend(b - a for a, b in pairwise(answer.text_s))
+            gaps.extend(b - a for a, b in pairwise(answer.token_s))
 
     async with session(target) as http:
         await asyncio.gather(*(stream(http) for _ in range(load.n_streams)))

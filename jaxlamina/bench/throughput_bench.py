@@ -379,12 +379,12 @@ class _Ours:
 
 
 class _StepClock:
-    """While it is entered, notes when each of the engine's steps begins, and how many tokens of rows there
-    are by then."""
+    """While it is entered, notes when each of the engine's steps begins, how many tokens of rows there are by
+    then and how many in all, and how many sequences run."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._noted: list[tuple[float, int, int]] = []
+        self._noted: list[tuple[float, int, int, int]] = []
 
     def __enter__(self) -> Self:
         self._engine.before_step = self._note
@@ -396,11 +396,13 @@ class _StepClock:
 
     @property
     def most_at_once(self) -> int:
-        return max(n_running for _, _, n_running in self._noted)
+        """Sequences that end with their first token run within one step alone, which gives each one token."""
+        _, _, n_tokens, n_running = (np.array(column) for column in zip(*self._noted, strict=True))
+        return int(max(n_running.max(), np.diff(n_tokens).max()))
 
     def tbt_ms(self) -> tuple[float, float] | None:
         """Median and 99th percentile over tokens: each step's time as often as it gave tokens."""
-        times, n_tokens, _ = (np.array(column) for column in zip(*self._noted, strict=True))
+        times, n_tokens, _, _ = (np.array(column) for column in zip(*self._noted, strict=True))
         gaps_ms, weights = np.diff(times) * 1e3, np.diff(n_tokens)
         if not weights.sum():
             return None
@@ -409,7 +411,8 @@ class _StepClock:
 
     def _note(self) -> None:
         engine = self._engine
-        noted = time.perf_counter(), engine.stats.n_decode_tokens, len(engine.scheduler.running)
+        stats, n_running = engine.stats, len(engine.scheduler.running)
+        noted = time.perf_counter(), stats.n_decode_tokens, stats.n_generated_tokens, n_running
         self._noted.append(noted)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from jaxlamina import model_files
 from jaxlamina.bench.flags import AsJson, Layers, Rounds, Seed, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, verdict, warning
@@ -35,13 +37,14 @@ COLUMNS: Columns = (
 
 
 def throughput_command(
+    context: typer.Context,
     model: Annotated[str | None, option(f"{MODEL_HELP} Default: {DEFAULT_MODEL}.")] = None,
     config: Annotated[
         str | None, option("Instead: a shape of configs/models, or a config.json, with random weights.")
     ] = None,
     layers: Layers = None,
     dtype: Annotated[str, option("Weights and KV: float32 or bfloat16.")] = "float32",
-    num_prompts: Annotated[int, option("Requests.", min=1)] = 32,
+    num_prompts: Annotated[int, option("Requests.", min=1, max=model_options.MOST_REQUESTS)] = 32,
     dataset_name: Annotated[
         str, option(f"Lengths: {', '.join(DRAWN)} or random (all the same).")
     ] = "sharegpt-like",
@@ -89,6 +92,11 @@ def throughput_command(
 ) -> None:
     """Serve a full queue of requests in this process, greedily: requests and tokens a second. Over ranks,
     too: `jaxlamina launch --dop 1,1 -- bench throughput`."""
+    if dataset_name != "random":
+        model_options.refuse_given(
+            context, "is of --dataset-name random: add that, or leave it out", "input_len", "output_len"
+        )
+    asked = config or model or DEFAULT_MODEL
     model, opened = _model(model, config, layers)
     from jaxlamina import ranks
     from jaxlamina.bench import machine, step_bench, throughput_bench
@@ -123,7 +131,7 @@ def throughput_command(
         found = throughput_bench.measure(options, sizes, encode=encode, group=group, on_progress=on_progress)
     job = "one process" if group is None else str(group.cluster.pools)
     record: dict[str, Any] = {
-        "model": config or model or DEFAULT_MODEL,
+        "model": asked,
         "job": job,
         "dataset_name": dataset_name,
         "seed": seed,

@@ -61,12 +61,15 @@ def parse(
     """``chat``: prompts are messages to the model and not texts to go on with; ``defaults``: fields of every
     body that does not say otherwise; ``prefix``: of the custom_id of a line that has none, before its number.
     `UserError` that names the line that is wrong."""
+    text = text.removeprefix("\ufeff")  # as some editors begin a file
     if text.lstrip().startswith("["):
         found = [_body_of(prompt, chat) | more for prompt, more in _two_lists(text.strip())]
         named = {f"{prefix}{i}": body for i, body in enumerate(found, start=1)}
     else:
         named = {}
-        for i, line in enumerate(text.splitlines(), start=1):
+        # A string of JSON may have what `splitlines` takes for an end of a line.
+        for i, line in enumerate(text.split("\n"), start=1):
+            line = line.removesuffix("\r")
             if line.strip():
                 custom_id, body = _line(line, i, chat, prefix)
                 if custom_id in named:

@@ -89,7 +89,8 @@ def main(
         faulthandler.enable()  # what a library dies of is said by where its caller was
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # texts may have what the terminal's encoding has not
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # its descriptor has become another file's
+                stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxlamina", default_map=defaults)
     except SystemExit as stop:

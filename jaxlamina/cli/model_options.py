@@ -138,8 +138,10 @@ AsyncScheduling = Annotated[bool, as_typer(_MODEL["async_scheduling"])]
 Split = Annotated[bool, as_typer(definitions(WorkerOptions)["split"])]
 TensorParallel = Annotated[int, as_typer(definitions(WorkerOptions)["tensor_parallel"])]
 # Options of several benches.
-InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens of random requests.")]
-OutputLen = Annotated[int, typer.Option(min=1, help="Output tokens of random requests.")]
+MOST_REQUESTS, MOST_TOKENS = 10**6, 10**7
+"""Of a bench's load, which is made before it is sent."""
+InputLen = Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Prompt tokens of random requests.")]
+OutputLen = Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Output tokens of random requests.")]
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,14 @@ def revision_of(context: typer.Context) -> str | None:
 def _said_by(context: typer.Context, name: str) -> str:
     source = context.get_parameter_source(name)
     return "" if source is None else source.name
+
+
+def refuse_given(context: typer.Context, why: str, *names: str) -> None:
+    """`UserError` for an option that stands on the command line and has no effect there. ``why``: what it is
+    of, and what to do."""
+    for name in names:
+        if _said_by(context, name) == "COMMANDLINE":
+            raise UserError(f"--{name.replace('_', '-')} {why}")
 
 
 def check_over_ranks(context: typer.Context) -> None:

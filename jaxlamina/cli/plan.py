@@ -114,6 +114,7 @@ def plan(
     """Say whether to split, and how: pools, parallelism, partition, batch, and what they give beside unsplit
     devices. Without options it plans for this machine."""
     from jaxlamina.console.figures import check_figure
+    from jaxlamina.console.outputs import check_output
     from jaxlamina.planner import inputs, sweeps
     from jaxlamina.planner.calibration import DeviceCalibration
     from jaxlamina.planner.failures import FailureRate
@@ -123,8 +124,7 @@ def plan(
         if what_if[0] not in sweeps.VARIABLES:
             raise UserError(f"--what-if {what_if[0]!r} must be one of {', '.join(sweeps.VARIABLES)}")
         check_figure(what_if[1], "--what-if")
-    if toml is not None and not toml.absolute().parent.is_dir():
-        raise UserError(f"--toml {str(toml)!r}: there is no such folder; make it first")
+    check_output(toml, "--toml")
     if budget is not None and not 0 < budget <= 1e6:
         raise UserError(f"--budget {budget:g} must be dollars an hour, above 0 and up to 1,000,000")
     if memory is not None and compute is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxlamina.cli.model_options import Revision, find
+from jaxlamina.console.outputs import check_output
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ def split(
     """Cut a model at its attention operators and report the slices and what crosses each cut."""
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {dtype!r} must be float32 or bfloat16")
-    for file in (svg, html):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(f"cannot write {file}: there is no folder {file.absolute().parent}")
+    check_output(svg, "--svg")
+    check_output(html, "--html")
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxlamina.console.outputs import check_output
 from jaxlamina.errors import UserError
 
 # Okabe and Ito's: told apart by all eyes, and in print.
@@ -21,8 +22,7 @@ def check_figure(path: Path | None, option: str = "--figure") -> None:
         return
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise UserError(f"{option} {str(path)!r} must end in .svg, .png or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {str(path)!r}: there is no such folder; make it first")
+    check_output(path, option)
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlamina.console.outputs import check_output
 from jaxlamina.errors import UserError
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Timeline
@@ -33,8 +34,7 @@ def check(path: Path, option: str) -> None:
     """`UserError`, naming the option that ``path`` was given by, if `write` could not write it."""
     if not path.name.endswith((".json", ".json.gz")):
         raise UserError(f"{option} {str(path)!r} must end in .json or .json.gz")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {str(path)!r}: there is no such folder; make it first")
+    check_output(path, option)
 
 
 def write(parts: Mapping[str, Timeline], path: Path) -> None:

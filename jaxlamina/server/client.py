@@ -29,6 +29,16 @@ class ServerError(UserError):
         self.status = status
 
 
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header that shows a server a key. ``UserError`` for one that no header can hold."""
+    if api_key is None:
+        return {}
+    key = api_key.strip()  # as from a file, with the end of its line
+    if not key.isprintable() or max(key, default="") > "\xff":
+        raise UserError("the API key has signs that HTTP has no place for: give it as the server has it")
+    return {"Authorization": f"Bearer {key}"}
+
+
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
@@ -55,7 +65,7 @@ class Client:
             raise UserError(f"{url!r} must be a server's address, such as http://localhost:8000")
         self._parts, self._uds, self._silence_s = parts, uds, silence_s
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = authorization(api_key)
         self.where = url or "this process"
 
     def get(self, path: str) -> Any:

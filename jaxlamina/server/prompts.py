@@ -24,7 +24,7 @@ from jaxlamina.server.protocol import (
     TokenizeRequest,
 )
 from jaxlamina.server.reading import Reading
-from jaxlamina.text.chat_template import variables_of
+from jaxlamina.text.chat_template import text_of_parts, variables_of
 
 if TYPE_CHECKING:
     from jaxlamina.llm import LLM
@@ -271,12 +271,10 @@ def _plain(message: ChatMessage, with_calls: bool) -> dict[str, Any]:
     template has a place for calls; else they are content."""
     found: dict[str, Any] = {"role": message.role}
     if isinstance(message.content, list):
-        other = next(
-            (part.type for part in message.content if part.type != "text" or part.text is None), None
-        )
-        if other is not None:
-            raise refused(f"a content part of type {other!r} is not supported, only text", "messages")
-        found["content"] = "\n".join(part.text or "" for part in message.content)
+        try:
+            found["content"] = text_of_parts([part.model_dump() for part in message.content])
+        except UserError as error:
+            raise refused(str(error), "messages") from None
     elif message.content is not None:
         found["content"] = message.content
     for name in ("name", "tool_call_id", "reasoning_content"):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxlamina.errors import UserError
 from jaxlamina.server.errors import ApiError, refused
 from jaxlamina.server.forms import Chunk, Form
 from jaxlamina.server.protocol import (
@@ -29,6 +30,7 @@ from jaxlamina.server.protocol import (
 )
 from jaxlamina.server.reading import Read, Reading
 from jaxlamina.server.tools import tool_call
+from jaxlamina.text.chat_template import text_of_parts
 
 MAX_ITEMS, MAX_TOOLS = 4096, 256
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -164,10 +166,10 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
 def _text(content: str | Sequence[ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    other = next((part.type for part in content if part.type not in _TEXT_PARTS or part.text is None), None)
-    if other is not None:
-        raise refused(f"a content part of type {other!r:.40} is not supported, only text", "input")
-    return "\n".join(part.text or "" for part in content)
+    try:
+        return text_of_parts([part.model_dump() for part in content], _TEXT_PARTS)
+    except UserError as error:
+        raise refused(str(error), "input") from None
 
 
 def _tool(tool: FunctionTool) -> Tool:

@@ -95,6 +95,24 @@ def plain(value: Any) -> Any:
     raise UserError(f"messages must be made of strings, numbers, lists and dicts, not {type(value).__name__}")
 
 
+def text_of_parts(parts: Sequence[Any], kinds: Sequence[str] = ("text",)) -> str:
+    """A message's content in parts ({"type": "text", "text": …}) as templates expect it: a line each.
+    `UserError` for a part that is not of these kinds."""
+    texts = []
+    for part in parts:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind not in kinds or not isinstance(text, str):
+            raise UserError(f"a content part of type {kind!r:.40} is not supported, only text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def with_text(message: Any) -> Any:
+    """A message whose content, if it is in parts, is their text."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return {**message, "content": text_of_parts(content)} if isinstance(content, list | tuple) else message
+
+
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The prompt that `template` makes of `messages` ({"role": …, "content": …} each) and `variables`.
 

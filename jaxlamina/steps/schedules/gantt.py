@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jaxlamina.console.outputs import check_output
 from jaxlamina.errors import UserError
 from jaxlamina.steps.schedules.staggered import AttentionRun, LocalRun, Schedule, SliceRun
 
@@ -37,8 +38,7 @@ def check(schedule: Schedule, path: Path) -> None:
     colours."""
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise UserError(f"--gantt {str(path)!r} must end in .svg, .png or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--gantt {str(path)!r}: there is no such folder; make it first")
+    check_output(path, "--gantt")
     if schedule.n_batches > len(_COLORS):
         raise UserError(f"--gantt draws up to {len(_COLORS)} batches, not {schedule.n_batches}")
     try:
