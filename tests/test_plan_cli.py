@@ -104,13 +104,20 @@ def test_small_traces_and_long_contexts_are_told_or_simulated(capsys, tmp_path):
     few.write_text(head + "".join(f"2026-01-01 00:00:0{i},20,30\n" for i in range(3)))
     found = plan(capsys, *alone, str(few), "--batch", "2")
     assert found["plans"][0]["usd_h"] == 3 and found["plans"][0]["simulated"]["tokens_s"] > 0
-    assert any(
-        "made for 8,192 tokens" in note
-        for note in plan(capsys, *alone, str(few), "--context", "9000")["notes"]
-    )
+    toml = tmp_path / "cluster.toml"
+    longer = plan(capsys, *alone, str(few), "--batch", "2", "--context", "9000", "--toml", str(toml))
+    assert any("made for 8,192 tokens" in note for note in longer["notes"])
+    assert "made for 8,192 tokens" in toml.read_text()
+    line = "2026-01-01 00:00:00,20,30\n"
+    few.write_text(head + 500 * line)
+    at_once_s = plan(capsys, *alone, str(few), "--batch", "2")["plans"][0]["simulated"]["tokens_s"]
+    assert at_once_s == pytest.approx(found["plans"][0]["simulated"]["tokens_s"], rel=0.1)
+    # Of a trace in which few requests fit, these alone are simulated.
+    few.write_text(head + "2026-01-01 00:00:00,20,2000\n" + "2026-01-01 00:00:01,4000000,1\n" * 399)
+    assert plan(capsys, *alone, str(few), "--batch", "2")["plans"][0]["simulated"]["mean_batch"] > 1
     few.write_text(head + "2026-01-01 00:00:00,20,1\n")
     assert main(["plan", *alone, str(few)]) == 2
-    assert "one token each: there is no time per token" in capsys.readouterr().err
+    assert "has two tokens: there is no time per token" in capsys.readouterr().err
 
 
 def test_two_devices_of_one_name_are_told_apart(capsys, tmp_path):
@@ -119,6 +126,9 @@ def test_two_devices_of_one_name_are_told_apart(capsys, tmp_path):
     other.write_text(own.read_text().replace("price_usd_h = ", "price_usd_h = 1", 1))
     assert main(["plan", "--compute", "h100", "--memory", str(other), "--budget", "45"]) == 2
     assert "describes another 'NVIDIA H100': give its file another name" in capsys.readouterr().err
+    other.write_text(own.read_text())
+    assert main(["plan", "--devices", f"h100=3,{other}=1"]) == 2
+    assert "names NVIDIA H100 twice: say how many there are in all" in capsys.readouterr().err
 
 
 def test_fewer_devices_do_where_many_fail_too_often(capsys):

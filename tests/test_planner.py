@@ -140,6 +140,7 @@ def test_a_jsonl_trace_is_read_in_order_of_time_and_kept_whole(tmp_path):
         '{"timestamp": NaN, "input_length": 2, "output_length": 2}',
         '{"timestamp": 1e999, "input_length": 2, "output_length": 2}',
         '{"timestamp": 1, "input_length": "2", "output_length": 2}',
+        '{"timestamp": 1, "input_length": true, "output_length": 2}',
         '{"timestamp": 1, "input_length": 99999999999999999999, "output_length": 2}',
     ],
 )
@@ -148,6 +149,17 @@ def test_a_wrong_line_of_a_jsonl_trace_is_named(tmp_path, line):
     file.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}\n' + line + "\n")
     with pytest.raises(UserError, match=r"trace\.jsonl, line 2: .*timestamp"):
         traces.read(file)
+
+
+def test_a_trace_is_no_longer_than_can_be_counted(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    line = '{{"timestamp": {}, "input_length": 1, "output_length": 1}}\n'
+    file.write_text(line.format(-4e15) + line.format(4e15))
+    with pytest.raises(UserError, match=r"trace\.jsonl: its requests come over more than 4\.6e\+12 seconds"):
+        traces.read(file)
+    file.write_text(line.format(0) + line.format(4e15))
+    with pytest.raises(UserError, match="of a trace are too long"):
+        traces.first(traces.read(file), 400)
 
 
 # --- formulas ---

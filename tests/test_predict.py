@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -171,6 +172,8 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
         (lambda d: d["terms"].pop("step_fixed_s"), "step_fixed_s"),
         (lambda d: d["links"]["memory"].update(bytes_s=0), "link 'memory' must have"),
         (lambda d: d["links"]["memory"].pop("bytes_s"), "bytes_s"),
+        (lambda d: d["links"]["memory"].update(bytes_s=math.inf), "link 'memory' must have"),
+        (lambda d: d["links"]["memory"].update(is_rendezvous="no"), "must be true or false"),
         (lambda d: d.update(hardware="h99"), "no device 'h99'"),
         (lambda d: d.update(hardware={"colour": "red"}), "colour"),
         (lambda d: d.update(date=3), "must be texts"),

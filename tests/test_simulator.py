@@ -439,6 +439,8 @@ def test_what_cannot_be_served_is_refused():
         simulate(UNSPLIT, trace_of([(0, 900, 400)]), ServingPolicy(kv_slots=1000))
     with pytest.raises(UserError, match="2,000,000,003 KV slots"):  # and no list of as many tokens is made
         simulate(UNSPLIT, trace_of([(0, 2_000_000_000, 4)]))
+    with pytest.raises(UserError, match=r"need 99 KV slots \(prompt 60, output 40\), the pool has 70"):
+        simulate(UNSPLIT, trace_of([(0, 60, 4)]), ServingPolicy(kv_slots=70, max_tokens=40))
     with pytest.raises(UserError, match="no memory"):
         simulate(Deployment(model_config("llama-3-70b"), TERMS), trace_of([(0, 9, 4)]))
     with pytest.raises(UserError, match="no request"):

@@ -153,12 +153,6 @@ def plan(
     if mtbf_hours is not None:
         question = replace(question, failures=FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s))
     notes = [inputs.terms_note(*both), linked.note]
-    longest, mean = question.config.max_position_embeddings, question.workload.context
-    if mean > longest:
-        notes.append(
-            f"the model is made for {longest:,} tokens, and a live request has {mean:,.0f} in the mean: "
-            "priced all the same"
-        )
     _answer(question, _Asked(name, what_if, pareto, toml, trace if simulate else None, as_json), notes)
 
 
@@ -216,6 +210,10 @@ def _pools(compute: str | None, memory: str | None, devices: str | None, known: 
     found = list(zip(known.devices(list(counts)), counts.values(), strict=True))
     found.sort(key=lambda pair: -pair[0].terms.hardware.rates().ridge)
     by_name = {device.name: n for device, n in found}
+    if len(by_name) < len(found):  # by its name and by a file
+        raise UserError(
+            f"--devices {devices!r} names {found[0][0].name} twice: say how many there are in all"
+        )
     alone = sum(by_name.values()) == 1
     return _Pools(found[0][0], None if alone else found[-1][0], by_name)
 
@@ -276,13 +274,20 @@ def _of_this_machine(as_json: bool) -> str | None:
     return ",".join(f"{name}={n}" for name, n in names.items())
 
 
+def _beyond_the_model(question: Question) -> list[str]:
+    longest, mean = question.config.max_position_embeddings, question.workload.context
+    said = f"the model is made for {longest:,} tokens, and a live request has {mean:,.0f} in the mean"
+    return [f"{said}: priced all the same"] if mean > longest else []
+
+
 def _answer(question: Question, asked: _Asked, notes: list[str]) -> None:
     from jaxlamina.planner import figures, sweeps
     from jaxlamina.planner.reasons import verdict
     from jaxlamina.planner.search import search
 
     found = search(question)
-    said = verdict(found)
+    said, beyond = verdict(found), _beyond_the_model(question)
+    notes = [*notes, *beyond]
     what = f"{asked.model}, {question.workload.name} ({question.workload.context:,.0f} tokens a live request)"
     wrote = []
     drawings = [] if asked.what_if is None else [(sweeps.sweep(question, asked.what_if[0]), asked.what_if[1])]
@@ -291,7 +296,7 @@ def _answer(question: Question, asked: _Asked, notes: list[str]) -> None:
         figures.draw_sweep(drawn, what, _source(notes), path)
         wrote.append(path)
     if asked.toml is not None:
-        _write_toml(asked.toml, found, asked.model, said.line)
+        _write_toml(asked.toml, found, asked.model, "; ".join([said.line, *beyond]))
         wrote.append(asked.toml)
     plans = [_numbers(question, plan) for plan in _shown(found)]
     if asked.simulated is not None:

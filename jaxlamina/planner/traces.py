@@ -111,7 +111,10 @@ def _period_us(trace: Trace) -> int:
 
 
 def _times(trace: Trace, n_times: int) -> Trace:
-    arrivals = (trace.arrival_us + _period_us(trace) * np.arange(n_times)[:, None]).reshape(-1)
+    period_us = _period_us(trace)
+    if n_times * period_us >= 1 << 63:
+        raise UserError(f"{n_times:,} times {period_us / 1e6:.2g} seconds of a trace are too long")
+    arrivals = (trace.arrival_us + period_us * np.arange(n_times)[:, None]).reshape(-1)
     prompts, outputs = (np.tile(tokens, n_times) for tokens in (trace.n_prompt, trace.n_output))
     return Trace(arrivals, prompts, outputs)
 
@@ -146,6 +149,8 @@ def read(path: str | Path) -> Trace:
     if not rows:
         raise UserError(f"{path} has no request")
     rows.sort(key=lambda row: row[0])
+    if rows[-1][0] - rows[0][0] > MOST_US:
+        raise UserError(f"{path}: its requests come over more than {_MOST_S:.1e} seconds")
     arrivals, prompts, outputs = np.array(rows, np.int64).T
     return Trace(arrivals - arrivals[0], prompts, outputs)
 

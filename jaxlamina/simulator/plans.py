@@ -57,30 +57,31 @@ def simulated(
     there = (run.end_s > begin_s) & (run.first_s < end_s)
     of_window = run.tpot_s[there[run.n_output > 1]]
     if not len(of_window):
-        raise UserError("the trace's answers have one token each: there is no time per token to simulate")
+        raise UserError("no answer that was simulated has two tokens: there is no time per token")
     p50, p99 = (float(x) for x in np.percentile(of_window, (50, 99)))
     tokens = plan.available * plan.copies * _tokens_within(run, begin_s, end_s) / (end_s - begin_s)
     return SimulatedPlan(tokens, p50, p99, run.mean_batch)
 
 
 def _as_asked(trace: Trace, context: float, plan: PoolPlan) -> Trace:
-    """The trace's first requests, or all again and again, stretched to the context, at the rate that the plan
-    is said to serve."""
+    """The trace's first requests of those that fit, or these again and again, stretched to the context, at
+    the rate that the plan is said to serve; evenly where they all come at once."""
     steps = trace.n_output.astype(float)
     own = float((steps * (trace.n_prompt + (steps - 1) / 2)).sum() / steps.sum())
-    asked = first_of(trace, max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
     prompts, outputs = (
-        np.maximum(1, np.rint(x * (context / own))).astype(int) for x in (asked.n_prompt, asked.n_output)
+        np.maximum(1, np.rint(x * (context / own))).astype(int) for x in (trace.n_prompt, trace.n_output)
     )
     fits = prompts + outputs <= plan.n_slots
     if not fits.any():
         raise UserError(f"no request of the trace fits in the plan's {plan.n_slots:,} KV slots")
-    prompts, outputs = prompts[fits], outputs[fits]
-    arrivals = (asked.arrival_us - asked.arrival_us[0])[fits].astype(float)
-    first = min(plan.n_rows, len(arrivals) - 1)
-    later = np.maximum(0.0, arrivals - arrivals[first])
-    seconds = float(outputs[first:].sum()) / (plan.tokens_s / plan.available / plan.copies)
-    return Trace((later * (1e6 * seconds / max(later[-1], 1.0))).astype(int), prompts, outputs)
+    arrivals, first = trace.arrival_us[fits], plan.n_rows
+    fitting = Trace(arrivals - arrivals[0], prompts[fits], outputs[fits])
+    asked = first_of(fitting, max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
+    later = np.maximum(0.0, (asked.arrival_us - asked.arrival_us[first]).astype(float))
+    if not later[-1]:
+        later = np.maximum(0.0, np.arange(len(asked)) - first)
+    seconds = float(asked.n_output[first:].sum()) / (plan.tokens_s / plan.available / plan.copies)
+    return Trace((later * (1e6 * seconds / later[-1])).astype(int), asked.n_prompt, asked.n_output)
 
 
 def _tokens_within(run: SimulatedRun, begin_s: float, end_s: float) -> float:

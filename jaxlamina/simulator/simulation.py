@@ -225,9 +225,8 @@ class _Simulation:
 
     def _slots(self) -> int:
         """As many as fit, or as could ever be used if these are fewer."""
-        longest = max(
-            n + (self.policy.max_tokens or out) for n, out in zip(self._prompts, self._outputs, strict=True)
-        )
+        sizes = [(n, self._max_tokens(out)) for n, out in zip(self._prompts, self._outputs, strict=True)]
+        longest = max(sum(size) for size in sizes)
         most = min(self.policy.max_num_seqs, len(self.trace)) * longest
         n = int(
             min(costs.kv_slots(self.setup) if self.policy.kv_slots is None else self.policy.kv_slots, most)
@@ -235,13 +234,17 @@ class _Simulation:
         if n < 1:
             raise UserError("the setup has no memory for KV beside the weights: take more or larger devices")
         # Before one of them is made, which takes as much memory as its prompt is long.
-        for prompt, out in zip(self._prompts, self._outputs, strict=True):
-            if prompt + max(self.policy.max_tokens or 0, out) - 1 > n:
+        for prompt, out in sizes:
+            if prompt + out - 1 > n:
                 raise UserError(
                     f"a request of the trace may need {prompt + out - 1:,} KV slots (prompt {prompt:,}, "
                     f"output {out:,}), the pool has {n:,}: leave it out, or take more or larger devices"
                 )
         return n
+
+    def _max_tokens(self, n_output: int) -> int:
+        """What a request of so many asks for."""
+        return max(self.policy.max_tokens or 0, n_output)
 
     def _start(self) -> None:
         """A new engine with the requests that have not ended, after the tokens that they have."""
@@ -261,8 +264,7 @@ class _Simulation:
     def _add(self, life: _Life) -> None:
         index, before = life.index, life.request
         prompt = (0,) * self._prompts[index]
-        max_tokens = max(self.policy.max_tokens or 0, life.n_output)
-        life.request = Request(str(index), prompt, max_tokens, life)
+        life.request = Request(str(index), prompt, self._max_tokens(life.n_output), life)
         if before is not None:
             life.request.output_token_ids = before.output_token_ids
         self._scheduler.add(life.request)
