@@ -203,7 +203,7 @@ def _is_weight(x: Any) -> bool:
 def _takes_positions(module: type, arguments: Mapping[str, Any]) -> bool:
     """Whether a module takes positions beside tokens, by position or by that name. `UserError` if it needs
     something else that ``arguments`` do not have."""
-    _, _, *others = inspect.signature(module.__call__).parameters.values()  # self, tokens
+    others = list(inspect.signature(module.__call__).parameters.values())[2:]  # behind self and tokens
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [p.name for p in others if p.kind in by_name and p.default is p.empty]
     missing = [name for name in needed if name not in ("positions", *arguments)]

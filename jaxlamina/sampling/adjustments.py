@@ -210,7 +210,7 @@ def power_of_4(n: int, least: int = 1) -> int:
 
 
 # The least widths: of a table of banned tokens or biases, and of what penalties count of all rows.
-LEAST_TOKENS, LEAST_COUNTED = 32, 256
+LEAST_TOKENS, LEAST_COUNTED = 32, 1024
 
 
 def _table(rows: Sequence[Sequence[int]], size: int) -> np.ndarray | None:
