@@ -22,6 +22,7 @@ from jaxlamina.simulator.simulation import ServingPolicy, simulate
 _LIVES = 5  # requests, for each of the batch: so often all have gone and others come
 _LEAST_REQUESTS = 400
 _SETTLED = 0.3  # of the time in which requests arrive
+_NO_TPOT = "none of the simulated answers has two tokens: there is no time per token"
 
 
 class SimulatedPlan(NamedTuple):
@@ -44,6 +45,8 @@ def simulated(
     if plan.n_prefill:
         return None
     asked = _as_asked(trace, context, plan)
+    if asked.n_output.max() < 2:  # before minutes go by
+        raise UserError(_NO_TPOT)
     policy = ServingPolicy(
         max_num_seqs=plan.n_rows,
         kv_slots=plan.n_slots,
@@ -57,7 +60,7 @@ def simulated(
     there = (run.end_s > begin_s) & (run.first_s < end_s)
     of_window = run.tpot_s[there[run.n_output > 1]]
     if not len(of_window):
-        raise UserError("no answer that was simulated has two tokens: there is no time per token")
+        raise UserError(_NO_TPOT)
     p50, p99 = (float(x) for x in np.percentile(of_window, (50, 99)))
     tokens = plan.available * plan.copies * _tokens_within(run, begin_s, end_s) / (end_s - begin_s)
     return SimulatedPlan(tokens, p50, p99, run.mean_batch)
