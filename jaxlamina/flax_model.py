@@ -99,8 +99,7 @@ class FlaxModel(HasModel):
             merged.eval()  # no dropout, no statistics of a batch
             return merged(*given, **named)
 
-        given = dict(arguments or {})
-        fn = partial(_called, call, _takes_positions(type(module), given), given, logits)
+        fn = _bound(call, module, arguments, logits)
         return cls(fn, state, **{"name": type(module).__name__, **more})
 
     @classmethod
@@ -118,8 +117,7 @@ class FlaxModel(HasModel):
         def call(variables: Any, *given: Any, **named: Any) -> Any:
             return module.apply(variables, *given, **named)
 
-        given = dict(arguments or {})
-        fn = partial(_called, call, _takes_positions(type(module), given), given, logits)
+        fn = _bound(call, module, arguments, logits)
         return cls(fn, variables, **{"name": type(module).__name__, **more})
 
     @cached_property
@@ -198,6 +196,16 @@ class FlaxModel(HasModel):
 
 def _is_weight(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _bound(
+    call: Callable[..., Any],
+    module: Any,
+    arguments: Mapping[str, Any] | None,
+    logits: Callable[[Any], Any] | None,
+) -> Callable[..., Any]:
+    given = dict(arguments or {})
+    return partial(_called, call, _takes_positions(type(module), given), given, logits)
 
 
 def _takes_positions(module: type, arguments: Mapping[str, Any]) -> bool:

@@ -105,6 +105,8 @@ def main(
         line = _line_of(error, sys.argv[1:] if arguments is None else arguments)
         if line is None:
             raise
+        if isinstance(error, OSError):  # what is still buffered cannot be written either
+            _drop_output()
         print(f"error: {who}: {line}" if who else f"error: {line}", file=sys.stderr)
         return 2
     return _flushed(0)
@@ -149,7 +151,6 @@ def _line_of(error: Exception, words: Sequence[str]) -> str | None:
         if isinstance(error, SplitError):
             return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _drop_output()
         return _unwritten(error)
     if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
         reason = " ".join(str(error).split())

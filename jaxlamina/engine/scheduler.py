@@ -441,17 +441,13 @@ class Scheduler:
         free = [worker for worker in range(self.n_prefill_workers) if worker not in busy]
         return min(free, key=outstanding.__getitem__, default=None)
 
-    def _n_rows(self, unit: Sequence[Request]) -> int:
-        """Sequences that run once ``unit`` does and newcomers have branched."""
-        return sum([request.width for request in (*self.running, *unit)])
-
     def _has_rows(self, unit: Sequence[Request]) -> bool:
         """Whether the first that waits may run beside those that do."""
         return self._may_run([*self.running, *unit])
 
     def _may_run(self, requests: Sequence[Request]) -> bool:
         """Whether so many sequences may run, and padded ones have room for their longest."""
-        n_rows = sum([request.width for request in requests])
+        n_rows = _n_rows(requests)
         if self.padded:
             longest = max(request.longest for request in requests)
             return n_rows <= min(self.max_num_seqs, self.slots.capacity // longest)
@@ -464,7 +460,7 @@ class Scheduler:
         if not self.running:
             return 0
         if self.padded:  # they have had their room from the beginning
-            return self._n_rows(unit)
+            return _n_rows([*self.running, *unit])
         n_new = len(unit) * unit[0].n_tokens
         if self.slots.n_free - n_new > self.max_num_seqs * (self._longest_output + 1):
             return 0  # there is room for all that could be wanted: how much that is, need not be known
@@ -486,8 +482,9 @@ class Scheduler:
         """Whether the first that waits might be admitted if all that it may displace gave way: as if nobody
         else held what these hold."""
         unit = self._next_unit()
-        gone = [request for request in self.running if self._displaces(request)]
-        stay = [request for request in self.running if not self._displaces(request)]
+        gone, stay = list[Request](), list[Request]()
+        for request in self.running:
+            (gone if self._displaces(request) else stay).append(request)
         if not self._may_run([*stay, *unit]):
             return False
         held = np.zeros(self.slots.capacity, bool)  # sooner done than a sorted list of each once
@@ -530,3 +527,8 @@ class Scheduler:
                 break
             unit.append(request)
         return unit
+
+
+def _n_rows(requests: Sequence[Request]) -> int:
+    """Sequences that run once newcomers among them have branched."""
+    return sum([request.width for request in requests])

@@ -184,13 +184,11 @@ def _forget_unused(folder: Path) -> None:
             else:
                 there.append((found.st_mtime, found.st_size, path))
     n_bytes = sum(size for _, size, _ in there)
-    if n_bytes <= MOST_BYTES:
-        return
     for _, size, path in sorted(there):
-        path.unlink(missing_ok=True)
-        n_bytes -= size
         if n_bytes <= MOST_BYTES:
             return
+        path.unlink(missing_ok=True)
+        n_bytes -= size
 
 
 @cache

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.planner import traces
 from jaxlamina.planner.search import PoolPlan
 from jaxlamina.planner.traces import Trace
-from jaxlamina.planner.traces import first as first_of
 from jaxlamina.simulator.results import SimulatedRun
 from jaxlamina.simulator.simulation import ServingPolicy, simulate
 
@@ -79,7 +79,7 @@ def _as_asked(trace: Trace, context: float, plan: PoolPlan) -> Trace:
         raise UserError(f"no request of the trace fits in the plan's {plan.n_slots:,} KV slots")
     arrivals, first = trace.arrival_us[fits], plan.n_rows
     fitting = Trace(arrivals - arrivals[0], prompts[fits], outputs[fits])
-    asked = first_of(fitting, max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
+    asked = traces.first(fitting, max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
     later = np.maximum(0.0, (asked.arrival_us - asked.arrival_us[first]).astype(float))
     if not later[-1]:
         later = np.maximum(0.0, np.arange(len(asked)) - first)

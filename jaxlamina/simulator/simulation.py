@@ -225,21 +225,19 @@ class _Simulation:
 
     def _slots(self) -> int:
         """As many as fit, or as could ever be used if these are fewer."""
-        sizes = [(n, self._max_tokens(out)) for n, out in zip(self._prompts, self._outputs, strict=True)]
-        longest = max(sum(size) for size in sizes)
-        most = min(self.policy.max_num_seqs, len(self.trace)) * longest
+        sizes = ((n, self._max_tokens(out)) for n, out in zip(self._prompts, self._outputs, strict=True))
+        prompt, out = max(sizes, key=sum)
+        most = min(self.policy.max_num_seqs, len(self.trace)) * (prompt + out)
         n = int(
             min(costs.kv_slots(self.setup) if self.policy.kv_slots is None else self.policy.kv_slots, most)
         )
         if n < 1:
             raise UserError("the setup has no memory for KV beside the weights: take more or larger devices")
-        # Before one of them is made, which takes as much memory as its prompt is long.
-        for prompt, out in sizes:
-            if prompt + out - 1 > n:
-                raise UserError(
-                    f"a request of the trace may need {prompt + out - 1:,} KV slots (prompt {prompt:,}, "
-                    f"output {out:,}), the pool has {n:,}: leave it out, or take more or larger devices"
-                )
+        if prompt + out - 1 > n:  # before it is made, which takes as much memory as its prompt is long
+            raise UserError(
+                f"a request of the trace may need {prompt + out - 1:,} KV slots (prompt {prompt:,}, "
+                f"output {out:,}), the pool has {n:,}: leave it out, or take more or larger devices"
+            )
         return n
 
     def _max_tokens(self, n_output: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxlamina.console.outputs import check_output
+from jaxlamina.console.figures import check_figure
 from jaxlamina.errors import UserError
 from jaxlamina.steps.schedules.staggered import AttentionRun, LocalRun, Schedule, SliceRun
 
@@ -36,15 +36,9 @@ _LETTER_IN, _MARGIN_IN = 0.07, 0.05  # of a label, inches
 def check(schedule: Schedule, path: Path) -> None:
     """Raises `UserError` if ``path`` could not be drawn, or the schedule has more batches than there are
     colours."""
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise UserError(f"--gantt {str(path)!r} must end in .svg, .png or .pdf")
-    check_output(path, "--gantt")
+    check_figure(path, "--gantt")
     if schedule.n_batches > len(_COLORS):
         raise UserError(f"--gantt draws up to {len(_COLORS)} batches, not {schedule.n_batches}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--gantt needs matplotlib: pip install matplotlib") from None
 
 
 def draw(schedule: Schedule, title: str, path: Path) -> None:
