@@ -412,6 +412,21 @@ GROUPS: tuple[Group, ...] = (
         n_gpus=3,
         alone=True,
     ),
+    Group(
+        "no attention workers, two shards",
+        _cases(
+            ("f32", {"how": "decode", "dtype": "float32"}),
+            ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": SMALL_POOL}),
+            ("bf16 moves", {"how": "moves"}),
+            ("bf16 mixed", {"how": "mixed"}),
+            ("int8", {"how": "chunks", "kv_dtype": "int8"}),
+            model="h128k8g4",
+            covers=("ranks by memory", "tensor parallel", "no attention workers"),
+        ),
+        _BY_MEMORY | {"dop": (2, 0), "tensor_parallel": 2, "local_attention": 1},
+        n_gpus=2,
+        alone=True,
+    ),
     Group("tensor parallel", _of_three("tensor parallel"), _MPI | {"dop": (2, 1), "tensor_parallel": 2}),
     Group(
         "pipeline parallel",
@@ -442,7 +457,7 @@ GROUPS: tuple[Group, ...] = (
 WANTED = (
     "unsplit", "local", "ranks by memory", "ranks by nccl", "ranks by mpi", "q first", "q with k, v", "staggered",
     "mini-batches", "mixed steps", "prefill worker", "tensor parallel", "pipeline parallel", "rotation", "heads",
-    "requests", "tokens", "moves", "head dims", "own model", "local share", "prompts together",
+    "requests", "tokens", "moves", "head dims", "own model", "local share", "prompts together", "no attention workers",
 )  # fmt: skip
 
 
