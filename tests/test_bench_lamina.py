@@ -101,6 +101,10 @@ def test_a_job_that_fails_or_is_late_is_left_out_with_its_reason() -> None:
         (["--dop", "2"], "must be model workers, attention workers"),
         (["--gpus", "2", "--dop", "1,2"], "takes 3 devices, and there are 2"),
         (["--dataset-name", "sonnet"], "must be one of"),
+        (
+            ["--gpus", "2", "--ways", "DOP (1, 2); copy"],
+            "are in none of the names: unsplit, 2 copies; unsplit, tensor",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(options: list[str], what: str) -> None:
@@ -161,3 +165,8 @@ def test_pools_beside_copies_and_tensor_parallelism(tmp_path: Path) -> None:
     for row in found["results"]:
         assert row["output_per_s"] > 0 and 0 < row["tbt_ms"][0] <= row["tbt_ms"][1] and row["devices"]
     assert max(row["ratio_to_unsplit"] for row in found["results"][:3]) == 1 and "exchange" in shown
+    chosen, _ = bench("lamina", *options, "--ways", "tensor parallel; (2, 0)")
+    assert [row["way"] for row in chosen["results"]] == [
+        "unsplit, tensor parallel over 2",
+        "unsplit, DOP (2, 0)",
+    ]

@@ -111,9 +111,11 @@ def measure(
         records = _run(way, options, way_s)
         if isinstance(records, str):
             report.left_out[way.name] = records
+            on_progress(f"{way.name} is left out: {records}")
             continue
         report.records[way.name] = records
-        report.measured.append(combined(way.name, records))
+        report.measured.append(found := combined(way.name, records))
+        on_progress(f"{way.name}: {found.output_per_s:,.0f} tokens/s, batch {found.batch:,.0f}")
     return report
 
 

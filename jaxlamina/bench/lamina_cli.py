@@ -14,7 +14,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import n_gpus
 
 if TYPE_CHECKING:
-    from jaxlamina.bench.lamina_bench import LaminaReport
+    from jaxlamina.bench.lamina_bench import ComparedWay, LaminaReport
 
 
 DEFAULT_AT_ONCE = 512  # of each job: memory is to be the limit
@@ -54,6 +54,12 @@ def lamina_command(
     profile_s: Annotated[
         float, option("Record so many seconds of one more run: pools' bubbles. 0: none.", min=0)
     ] = 0.0,
+    ways: Annotated[
+        str | None,
+        option(
+            "Only ways whose names have one of these in them, separated by semicolons: 'copies;DOP (2, 2)'."
+        ),
+    ] = None,
     way_s: WayS = 900.0,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -80,7 +86,7 @@ def lamina_command(
         words += [] if value is None else [f"--{name}", str(value)]
     words += [] if with_prefill else ["--kv-present"]
     words += ["--steady"] if steady else []
-    compared = lamina_bench.ways(n, dops, shares, on_gpus=on_gpus)
+    compared = _chosen(lamina_bench.ways(n, dops, shares, on_gpus=on_gpus), ways)
     with progress() as on_progress:
         found = lamina_bench.measure(compared, words, way_s=way_s, on_progress=on_progress)
     record = {
@@ -97,6 +103,15 @@ def lamina_command(
     }
     parts = _parts(found, f"{config}, {dtype}, {num_prompts} requests of {dataset_name}, {n} devices")
     tell("lamina", record | found.to_dict(), machine.describe(), parts, as_json=as_json)
+
+
+def _chosen(compared: list[ComparedWay], ways: str | None) -> list[ComparedWay]:
+    if ways is None:
+        return compared
+    words = [word.strip() for word in ways.split(";") if word.strip()]
+    if found := [way for way in compared if any(word in way.name for word in words)]:
+        return found
+    raise UserError(f"--ways {ways!r} are in none of the names: {'; '.join(way.name for way in compared)}")
 
 
 def _dop(text: str, n_devices: int) -> tuple[int, int]:
