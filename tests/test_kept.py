@@ -198,7 +198,7 @@ def test_a_file_is_mapped_ahead_as_it_fills_and_takes_no_memory(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "0.kv"
         store = KeptKV(path, row_bytes, "one", 64, 1)
-        store._has_room(63)
+        os.posix_fallocate(store._file, 0, path.stat().st_size)
         ahead = MappedAhead(path, row_bytes, "one")
         taken = path.stat().st_blocks
         rows = np.random.default_rng(0).integers(0, 256, (64, row_bytes), np.uint8)

@@ -14,6 +14,7 @@ import queue
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
 _HEAD_BYTES = 4096
 _VERSION = "jaxlamina kept KV 1"
-_RESERVED_BYTES, _AHEAD_BYTES = 2**26, 2**28
+_AT_ONCE_BYTES = 2**23  # of rows that are written: what a core's cache has
 _MOST_WAITING = 8  # copies that have been begun and not written; whoever begins more waits
 _LOOK_S, _POPULATED_BYTES = 1.0, 2**25
 _MADV_POPULATE_READ = 22  # Linux 5.14 or later
@@ -122,14 +123,11 @@ class KeptKV:
         self.changed = threading.Event()
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         self._failed: BaseException | None = None
-        self._n_reserved = self._n_wanted = 0  # bytes of the file
-        self._reserved = threading.Condition()
-        self._threads = [
-            threading.Thread(target=target, name="kept KV", daemon=True)
-            for target in (self._reserve, self._write)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._n_rows_at_once = max(1, _AT_ONCE_BYTES // row_bytes)
+        self._rows = np.empty((self._n_rows_at_once, row_bytes), np.uint8)
+        self._putting = threading.Lock()
+        self._thread = threading.Thread(target=self._write, name="kept KV", daemon=True)
+        self._thread.start()
 
     @property
     def _n_bytes(self) -> int:
@@ -141,6 +139,7 @@ class KeptKV:
         n = max(0, min(most, int(FRACTION * room / n_sharing) // (self.row_bytes + 8)))
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, _n_bytes(n, self.row_bytes))
+        os.posix_fallocate(self._file, 0, _n_bytes(n, 0))  # marks are written by the mapping
         os.pwrite(self._file, n.to_bytes(8, "little") + head, 0)
         return n
 
@@ -151,55 +150,49 @@ class KeptKV:
         self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
         self._data = whole[at:].reshape(self.n_places, self.row_bytes)
 
-    def _reserve(self) -> None:
-        """Takes the memory ahead of what is written, since that is slow: a write to a file in memory that
-        finds none would end the process."""
-        at = 0
-        try:
-            while at < self._n_bytes:
-                n = min(_RESERVED_BYTES, self._n_bytes - at)
-                os.posix_fallocate(self._file, at, n)
-                at += n
-                with self._reserved:
-                    self._n_reserved = at
-                    self._reserved.notify_all()
-                    self._reserved.wait_for(
-                        lambda: at < self._n_wanted + _AHEAD_BYTES or self._failed is not None  # noqa: B023
-                    )
-                    if self._failed is not None:
-                        return
-        except OSError as error:
-            self._fail(
-                UserError(f"no memory is left to keep KV in ({error.strerror}): give fewer kept_kv_slots")
-            )
-
-    def _has_room(self, last: int) -> None:
-        """Waits until the places up to ``last`` are reserved."""
-        wanted = _n_bytes(self.n_places, 0) + (last + 1) * self.row_bytes
-        with self._reserved:
-            self._n_wanted = max(wanted, self._n_wanted)
-            self._reserved.notify_all()
-            self._reserved.wait_for(lambda: self._n_reserved >= wanted or self._failed is not None)
-        self._check()
-
     def put(
         self,
         places: Int[np.ndarray, " n"],
         marks: UInt64[np.ndarray, " n"],
         parts: Sequence[Shaped[np.ndarray, "n ..."]],
     ) -> None:
-        """Keeps a token's KV in each of ``places``: of each of ``parts`` a row."""
-        if not len(places):
-            return
-        self._has_room(int(places.max()))
-        which, at = _in_a_row(places), 0
-        self.marks[which] = 0
-        for part in parts:
-            rows = np.ascontiguousarray(part).reshape(len(places), -1).view(np.uint8)
-            self._data[which, at : at + rows.shape[1]] = rows
-            at += rows.shape[1]
-        self.marks[which] = marks
+        """Keeps a token's KV in each of ``places``: of each of ``parts`` a row. Written by `os.pwrite`: where
+        the file has no memory left that is an error, and a write to the mapping would end the process; and
+        pages are not touched for the first time one by one."""
+        self._check()
+        parts = [np.ascontiguousarray(part).reshape(len(places), -1).view(np.uint8) for part in parts]
+        which = _in_a_row(places)
+        with self._putting:
+            self.marks[which] = 0
+            for first in range(0, len(places), self._n_rows_at_once):
+                piece = slice(first, first + self._n_rows_at_once)
+                self._write_rows(places[piece], self._joined([part[piece] for part in parts]))
+            self.marks[which] = marks
         self.changed.set()
+
+    def _joined(self, parts: Sequence[UInt8[np.ndarray, "n _"]]) -> UInt8[np.ndarray, "n row_bytes"]:
+        """In memory that the next call uses again."""
+        if len(parts) == 1:
+            return parts[0]
+        rows, at = self._rows[: len(parts[0])], 0
+        for part in parts:
+            rows[:, at : at + part.shape[1]] = part
+            at += part.shape[1]
+        return rows
+
+    def _write_rows(self, places: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+        begins = np.flatnonzero(np.diff(places, prepend=-2) != 1).tolist()
+        for first, stop in pairwise([*begins, len(places)]):
+            at = _n_bytes(self.n_places, 0) + int(places[first]) * self.row_bytes
+            left = memoryview(rows[first:stop].data).cast("B")
+            try:
+                while left:
+                    n = os.pwrite(self._file, left, at)
+                    left, at = left[n:], at + n
+            except OSError as error:
+                raise UserError(
+                    f"no memory is left to keep KV in ({error.strerror}): give fewer kept_kv_slots"
+                ) from None
 
     def copied(self, places: Int[np.ndarray, " n"]) -> Copied:
         """What is at those of ``places`` that hold something, and that nobody wrote to meanwhile; in any
@@ -240,15 +233,9 @@ class KeptKV:
     def close(self) -> None:
         """Nothing is written any more; what is there stays."""
         self._waiting.put(None)
-        self._threads[1].join()
-        self._fail(ValueError("what kept KV is closed"))
-        self._threads[0].join()
+        self._thread.join()
+        self._failed = self._failed or ValueError("what kept KV is closed")
         os.close(self._file)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._reserved:
-            self._failed = self._failed or error
-            self._reserved.notify_all()
 
     def _check(self) -> None:
         if self._failed is not None:
@@ -260,7 +247,7 @@ class KeptKV:
                 if self._failed is None:
                     write()
             except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
-                self._fail(error)
+                self._failed = self._failed or error
             finally:
                 self._waiting.task_done()
         self._waiting.task_done()

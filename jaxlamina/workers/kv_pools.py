@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.workers.capacity import is_accelerator
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from jaxlamina.workers.staging import Staging
+from jaxlamina.workers.staging import Staging, memory_of
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 
 # A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all
@@ -164,9 +164,15 @@ class KVPools:
         from then on."""
         for piece in pieces(len(slots)):
             parts = self._parts_at(slots[piece])
-            for part in parts:
-                part.copy_to_host_async()
-            self.kept.later(partial(_put, self.kept, places[piece], marks[piece], parts))
+            as_rows: _AsRows = np.asarray
+            if self._packs and self.host.pinned is not None:
+                # The device copies by itself, to memory that JAX uses again: no page is touched for the first
+                # time, and the host copies once.
+                parts, as_rows = jax.device_put(parts, self.host.pinned), _pinned_rows
+            else:
+                for part in parts:
+                    part.copy_to_host_async()
+            self.kept.later(partial(_put, self.kept, places[piece], marks[piece], parts, as_rows))
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Copies what is kept at ``places`` into ``slots``; it stays kept. Pieces are read into a few arrays
@@ -251,13 +257,22 @@ class KVPools:
         return [x for pool in pools for x in _kept(pool)]
 
 
+_AsRows = Callable[[jax.Array], np.ndarray]
+
+
 def _put(
     kept: KeptKV,
     places: Int[np.ndarray, " n"],
     marks: UInt64[np.ndarray, " n"],
     parts: Sequence[jax.Array],
+    as_rows: _AsRows,
 ) -> None:
-    kept.put(places, marks, [np.asarray(part)[: len(places)] for part in parts])
+    kept.put(places, marks, [as_rows(part)[: len(places)] for part in parts])
+
+
+def _pinned_rows(x: jax.Array) -> UInt8[np.ndarray, "M row_bytes"]:
+    """Not as `np.asarray`, which copies what an accelerator has in the host's memory."""
+    return memory_of(jax.block_until_ready(x)).reshape(len(x), -1)
 
 
 class HostStore:

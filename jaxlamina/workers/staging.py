@@ -41,7 +41,7 @@ class Staging:
         shape = n_rows, row_bytes // dtype.itemsize
         # Of one array of zeros each: on a CPU the array may be that memory itself.
         self._pinned = [jax.device_put(np.zeros(shape, dtype), pinned) for _ in range(n)]
-        self.arrays = [_memory_of(x).reshape(n_rows, row_bytes) for x in jax.block_until_ready(self._pinned)]
+        self.arrays = [memory_of(x).reshape(n_rows, row_bytes) for x in jax.block_until_ready(self._pinned)]
 
     def on_device(self, i: int, n_rows: int) -> Shaped[jax.Array | np.ndarray, "n_rows row"]:
         """The first rows of array ``i``, as the dtype; all of them where the device copies them by itself."""
@@ -50,6 +50,6 @@ class Staging:
         return self.arrays[i][:n_rows].view(self._dtype)
 
 
-def _memory_of(x: jax.Array) -> UInt8[np.ndarray, " bytes"]:
+def memory_of(x: jax.Array) -> UInt8[np.ndarray, " bytes"]:
     """The memory of an array that is in the host's. It is the array's, which must live as long."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * x.nbytes).from_address(x.unsafe_buffer_pointer()))
