@@ -128,7 +128,7 @@ def test_a_store_is_found_again_and_another_is_not(tmp_path):
     store = KeptKV(tmp_path / "a" / "0.kv", 24, "one", 10, 1)
     assert store.n_places == 10 and not store.marks.any()
     places, parts = np.asarray([7, 2, 3]), rows(3)
-    store.later(lambda: store.put(places, np.asarray([1, 2, 3], np.uint64), [parts[:, :8], parts[:, 8:]]))
+    store.later(lambda: store.put(places, np.asarray([1, 2, 3], np.uint64), [parts[:, :8], parts[:, 8:]]), 3)
     assert (store.rows_at(places) == parts).all() and (store.rows_at(np.asarray([2, 3])) == parts[1:]).all()
     store.close()
     again = KeptKV(tmp_path / "a" / "0.kv", 24, "one", 99, 1)
@@ -146,11 +146,11 @@ def test_what_fails_to_be_written_is_heard_of(tmp_path):
     def fails():
         raise OSError("no")
 
-    store.later(fails)
+    store.later(fails, 1)
     with pytest.raises(OSError, match="no"):
         store.flush()
     with pytest.raises(OSError, match="no"):
-        store.later(fails)
+        store.later(fails, 1)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
@@ -436,3 +436,33 @@ def test_samples_penalties_and_log_probabilities_go_on_the_same(tmp_path):
     for a, b in zip(first, again, strict=True):
         assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
         assert b.n_cached_tokens == len(a.prompt_token_ids) - 1
+
+
+@pytest.mark.parametrize("way", ["unsplit", "two by requests"])
+def test_no_step_waits_for_what_is_kept(way, monkeypatch):
+    """While a keeper writes nothing, no more than so much is on its way; what is left is kept afterwards."""
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
+    expected = [o.token_ids for o in LLM(model(), **options).generate(prompts(), GREEDY)]
+    llm = LLM(model(), **options, kept_kv_slots=600)
+    keeping = llm.engine.scheduler.room.kept
+    keeping._most_behind = 50
+    may_write, put = threading.Event(), KeptKV.put
+
+    def slow_put(*args):
+        assert may_write.wait(120)
+        put(*args)
+
+    monkeypatch.setattr(KeptKV, "put", slow_put)
+    most = []
+    look = lambda event: most.append(llm.engine.executor.n_behind)
+    assert [o.token_ids for o in llm.generate(prompts(), GREEDY, on_token=look)] == expected
+    assert 0 < max(most) <= 50 and llm.stats()["n_kept_tokens"] <= 50 * len(llm.engine.executor.held())
+    may_write.set()
+    wait_until(lambda: llm.engine.executor.n_behind == 0, 60)
+    others = [{"prompt_token_ids": p["prompt_token_ids"][::-1]} for p in prompts()]
+    llm.generate(
+        others, GREEDY, on_token=lambda event: wait_until(lambda: not llm.engine.executor.n_behind, 60)
+    )
+    stats = llm.stats()
+    assert stats["n_kept_tokens"] > 37 + 20 + 64 + 2 * 30
+    llm.engine.check_integrity()

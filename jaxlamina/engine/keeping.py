@@ -17,6 +17,8 @@ from jaxlamina.kv import Move
 from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, Digests, KeptPrefixes
 from jaxlamina.run.executor import Executor
 
+_MOST_BEHIND_BYTES = 2**28  # of KV that is to be kept and not written yet
+
 
 class Keeping:
     """``find`` for a newcomer, ``bring`` what was found before the step that goes on after it, ``keep`` after
@@ -27,8 +29,9 @@ class Keeping:
     ) -> None:
         self._executor, self._min_tokens, self._bytes_per_token = executor, min_tokens, bytes_per_token
         self._n_brought, self._brought_s = 0, 0.0
+        self._most_behind = max(1, _MOST_BEHIND_BYTES // bytes_per_token)
         self.prefixes = prefixes
-        self._n_steps = 0
+        self._n_steps, self._is_time = 0, False
 
     def find(self, request: Request, n_cached: int) -> np.ndarray:
         """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
@@ -50,12 +53,16 @@ class Keeping:
         self._n_brought += len(slots)
 
     def keep(self, running: Sequence[Request]) -> None:
-        """What of them is in the pools and not kept yet."""
+        """What of them is in the pools and not kept yet; while keepers are far behind, so much of it that no
+        step waits for them."""
         self._n_steps += 1
-        is_time = self._n_steps % EVERY_STEPS == 0
+        is_time = self._is_time = self._is_time or self._n_steps % EVERY_STEPS == 0
+        left = self._most_behind - self._executor.n_behind
         slots, places, marks = [], [], []
         for request in running:
-            start, stop = request.n_kept, request.n_stored
+            if left <= 0:
+                break
+            start, stop = request.n_kept, min(request.n_stored, request.n_kept + left)
             is_new = request.n_computed is None and start < len(request.prompt_token_ids) - 1
             if request.lockstep or stop <= start or not (is_time or is_new):
                 continue
@@ -63,9 +70,12 @@ class Keeping:
             digests = self._digests(request, stop).part(start, stop)
             kept = self.prefixes.add(digests, self._executor.keepers_of(of))
             request.n_kept = stop
+            left -= stop - start
             slots.append(of[kept.which])
             places.append(kept.places)
             marks.append(kept.marks)
+        else:
+            self._is_time = False
         if sum(map(len, slots)):
             self._executor.keep(*map(np.concatenate, (slots, places, marks)))
 

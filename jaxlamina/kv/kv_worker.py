@@ -41,6 +41,10 @@ class KVWorker(Protocol):
         """Begins to keep KV in host memory, or goes on with what is there as ``name``: what its places are
         known by, 0 for those with nothing."""
 
+    @property
+    def n_behind(self) -> int:
+        """Tokens that are to be kept and are not written yet."""
+
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
     ) -> None:
@@ -92,6 +96,10 @@ class LayersApart:
         return marks_of_all(
             [worker.open_kept(f"{name}-stage{i}", wanted) for i, worker in enumerate(self._workers)]
         )
+
+    @property
+    def n_behind(self) -> int:
+        return max(worker.n_behind for worker in self._workers)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]

@@ -356,6 +356,11 @@ class PoolBook:
         """Where the KV of ``slots`` can be kept."""
         return np.zeros(len(slots), np.intp) if self.placement is None else self._placed(slots)
 
+    @property
+    def n_behind(self) -> int:
+        """Tokens, of the worker that is behind the most."""
+        return max(worker.n_behind for worker in self._workers)
+
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
     ) -> None:

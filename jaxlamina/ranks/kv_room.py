@@ -76,7 +76,9 @@ def moving_handlers(
         wanted = KeptWanted(
             message.folder, message.identity, message.n_places, message.n_sharing, message.ahead
         )
-        found = copies.open_kept(kv().plain, message.name, wanted, message.copy_at)
+        pools = kv().plain
+        found = copies.open_kept(pools, message.name, wanted, message.copy_at)
+        pools.kept.on_written = lambda n: client.send(m.KeptSoFar(n))
         client.send(m.KeptMarks(m.Array.of(found)))
 
     def take_kept(message: m.TakeKept) -> None:

@@ -83,6 +83,10 @@ class RankKV:
     def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
         return self.plain.open_kept(name, wanted)
 
+    @property
+    def n_behind(self) -> int:
+        return self._pools.n_behind
+
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
     ) -> None:

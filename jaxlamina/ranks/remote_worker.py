@@ -20,6 +20,7 @@ class RemoteWorker:
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
         self.copy_at: str | None = None
+        self._n_to_keep = 0  # tokens, since `open_kept`
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         self._send(m.CopySlots(_ints(src), _ints(dst)))
@@ -42,11 +43,19 @@ class RemoteWorker:
 
     def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
         self._send(m.OpenKept(name, *wanted, self.copy_at))
-        return self._group.receive(self._rank, m.KeptMarks, PREPARE_DEADLINE_S).marks.numpy()
+        found = self._group.receive(self._rank, m.KeptMarks, PREPARE_DEADLINE_S).marks.numpy()
+        # What was kept before is written by now, and said to be.
+        self._n_to_keep = self._group.control.n_kept[self._rank] = 0
+        return found
+
+    @property
+    def n_behind(self) -> int:
+        return self._n_to_keep - self._group.control.n_kept.get(self._rank, 0)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
     ) -> None:
+        self._n_to_keep += len(slots)
         self._send(m.Keep(_ints(slots), _ints(places), m.Array.of(marks)))
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:

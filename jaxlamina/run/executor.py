@@ -158,6 +158,12 @@ class Executor(ABC):
         """Which of `KeptFound`'s keepers the KV of each of ``slots`` can be kept by."""
         raise NotImplementedError
 
+    @property
+    def n_behind(self) -> int:
+        """Tokens that `keep` was told of and that are not written yet, of the keeper that has the most: they
+        take the device's and the host's memory."""
+        raise NotImplementedError
+
     def keep(self, slots: np.ndarray, places: np.ndarray, marks: np.ndarray) -> None:
         """Copies the KV of ``slots`` to ``places`` of its keepers, to be known there by ``marks``."""
         raise NotImplementedError
@@ -240,6 +246,10 @@ class WrappedExecutor(Executor):
 
     def keepers_of(self, slots: np.ndarray) -> np.ndarray:
         return self.inner.keepers_of(slots)
+
+    @property
+    def n_behind(self) -> int:
+        return self.inner.n_behind
 
     def keep(self, slots: np.ndarray, places: np.ndarray, marks: np.ndarray) -> None:
         self.inner.keep(slots, places, marks)

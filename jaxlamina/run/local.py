@@ -257,6 +257,10 @@ class LocalExecutor(Executor):
     def keepers_of(self, slots: Slots) -> np.ndarray:
         return self.book.keepers_of(as_slots(slots))
 
+    @property
+    def n_behind(self) -> int:
+        return self.book.n_behind
+
     def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
         self.book.keep(as_slots(slots), as_slots(places), marks)
 

@@ -413,6 +413,10 @@ class RanksExecutor(Executor):
     def keepers_of(self, slots: Slots) -> np.ndarray:
         return self.pool.keepers_of(as_slots(slots))
 
+    @property
+    def n_behind(self) -> int:
+        return self.pool.n_behind
+
     def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
         self._check_current()
         self.pool.keep(as_slots(slots), as_slots(places), marks)

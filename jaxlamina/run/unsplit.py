@@ -199,6 +199,10 @@ class UnsplitExecutor(Executor):
     def keepers_of(self, slots: Slots) -> np.ndarray:
         return np.zeros(len(slots), np.intp)
 
+    @property
+    def n_behind(self) -> int:
+        return self.kv.n_behind
+
     def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
         self.kv.keep(as_slots(slots), as_slots(places), marks)
 

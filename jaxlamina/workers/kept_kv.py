@@ -31,7 +31,6 @@ FRACTION = 0.25
 _HEAD_BYTES = 4096
 _VERSION = "jaxlamina kept KV 1"
 _AT_ONCE_BYTES = 2**23  # of rows that are written: what a core's cache has
-_MOST_WAITING = 8  # copies that have been begun and not written; whoever begins more waits
 _LOOK_S, _POPULATED_BYTES = 1.0, 2**25
 _MADV_POPULATE_READ = 22  # Linux 5.14 or later
 _log = logging.getLogger("uvicorn.error")
@@ -121,7 +120,9 @@ class KeptKV:
         self.n_places = found if found is not None else self._make(head, n_places, n_sharing)
         self._map(ahead)
         self.changed = threading.Event()
-        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        self.on_written: Callable[[int], object] = lambda n: None  # of all tokens so far; in another thread
+        self._n_begun = self._n_written = 0
+        self._waiting: queue.Queue[tuple[Callable[[], None], int] | None] = queue.Queue()
         self._failed: BaseException | None = None
         self._n_rows_at_once = max(1, _AT_ONCE_BYTES // row_bytes)
         self._rows = np.empty((self._n_rows_at_once, row_bytes), np.uint8)
@@ -220,10 +221,17 @@ class KeptKV:
         # Any other mode than "raise" writes to `out` itself, and not to a copy of it.
         np.take(self._data, places, axis=0, out=out[: len(places)], mode="clip")
 
-    def later(self, write: Callable[[], None]) -> None:
-        """Has a thread call ``write``, which waits for a device and puts; in the order of the calls."""
+    def later(self, write: Callable[[], None], n: int) -> None:
+        """Has a thread call ``write``, which waits for a device and puts ``n`` tokens; in the order of the
+        calls. Does not wait: whoever calls looks at `n_behind` first."""
         self._check()
-        self._waiting.put(write)
+        self._n_begun += n
+        self._waiting.put((write, n))
+
+    @property
+    def n_behind(self) -> int:
+        """Tokens that `later` was called for and that are not written yet."""
+        return self._n_begun - self._n_written
 
     def flush(self) -> None:
         """Waits for what is being written. Raises what has made it fail."""
@@ -242,10 +250,13 @@ class KeptKV:
             raise self._failed
 
     def _write(self) -> None:
-        while (write := self._waiting.get()) is not None:
+        while (waiting := self._waiting.get()) is not None:
+            write, n = waiting
             try:
                 if self._failed is None:
                     write()
+                self._n_written += n
+                self.on_written(self._n_written)
             except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
                 self._failed = self._failed or error
             finally:

@@ -157,6 +157,11 @@ class KVPools:
         assert self._of_kept is not None, "open_kept comes first"
         return self._of_kept
 
+    @property
+    def n_behind(self) -> int:
+        """As of `KeptKV`; 0 where nothing is kept."""
+        return 0 if self._of_kept is None else self._of_kept.n_behind
+
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
     ) -> None:
@@ -172,7 +177,9 @@ class KVPools:
             else:
                 for part in parts:
                     part.copy_to_host_async()
-            self.kept.later(partial(_put, self.kept, places[piece], marks[piece], parts, as_rows))
+            self.kept.later(
+                partial(_put, self.kept, places[piece], marks[piece], parts, as_rows), len(places[piece])
+            )
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Copies what is kept at ``places`` into ``slots``; it stays kept. Pieces are read into a few arrays

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Raised whenever a message changes. Ranks of different protocols from 8 on can still read each other's
 Challenge, Hello and Refused."""
 
@@ -391,6 +391,12 @@ class Keep(_Message, frozen=True):
     marks: Array
 
 
+class KeptSoFar(_Message, frozen=True):
+    """``n`` tokens have been written of all that were to be kept since OpenKept. Comes unasked."""
+
+    n: int
+
+
 class Bring(_Message, frozen=True):
     """Copy what is kept at ``places`` into ``slots``, both int32 ``[n]``."""
 
@@ -529,6 +535,7 @@ Message = (
     | Rows
     | OpenKept
     | KeptMarks
+    | KeptSoFar
     | HoldCopies
     | CopiesAt
     | OpenCopy

@@ -28,6 +28,7 @@ from jaxlamina.job.control.messages import (
     Computed,
     Fault,
     Hello,
+    KeptSoFar,
     M,
     Meets,
     Message,
@@ -112,6 +113,7 @@ class ControlServer:
         self.address = address_text(listener.getsockname())
         # Of chunks of prompts at a prefill worker's own pace; in the readers' threads.
         self.on_chunk: Callable[[Compiles | Computed], None] = lambda message: None
+        self.n_kept: dict[int, int] = {}  # tokens, by rank: what it said last
         self.met: set[int] = set()  # ranks that have come to their transport's first exchange
         self._door = Door(listener, self._hear, self._stranger, tls)
 
@@ -314,6 +316,8 @@ class ControlServer:
             self._bad_news(message.rank, message.line, rank)
         elif isinstance(message, Compiles | Computed):  # nobody waits for it among answers
             self.on_chunk(message)
+        elif isinstance(message, KeptSoFar):
+            self.n_kept[rank] = message.n
         elif isinstance(message, Meets):
             self.met.add(rank)
         else:
