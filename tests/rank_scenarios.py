@@ -253,6 +253,28 @@ def held(group: Any, model: Any) -> dict[str, Any]:
     return {"held_bytes": held_bytes()}
 
 
+def keeps(group: Any, model: str, most_behind: int = 24) -> dict[str, Any]:
+    """Ranks say what they have kept, or nothing would be any more once so many tokens are on their way: a
+    model after another one, too."""
+    found = []
+    for n_tokens in (40, 20):
+        llm = LLM(source(model), group=group, max_num_seqs=4, max_model_len=96, kept_kv_slots=400)
+        llm.engine.scheduler.room.kept._most_behind = most_behind
+        params = SamplingParams(max_tokens=n_tokens, temperature=0.0, ignore_eos=True)
+        behind: list[int] = []
+        llm.generate(
+            [{"prompt_token_ids": p} for p in PROMPTS],
+            params,
+            on_token=lambda event, llm=llm, behind=behind: behind.append(llm.executor.n_behind),
+        )
+        until = time.monotonic() + 30
+        while llm.executor.n_behind and time.monotonic() < until:
+            time.sleep(0.01)
+        kept = llm.stats()["n_kept_tokens"]
+        found.append({"most": max(behind), "least": llm.executor.n_behind, "kept": kept})
+    return {"found": found}
+
+
 def moves(group: Any, model: str) -> dict[str, Any]:
     """KV that is copied among slots, and out to the host and back into other slots: the next logits are the
     same."""
@@ -632,6 +654,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
+        greedy, updated, ahead, as_written, answer, branches, held, keeps, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
     )
 }  # fmt: skip

@@ -97,7 +97,13 @@ def test_workers_share_heads_that_they_do_not_divide(
 
 @pytest.mark.parametrize("transport", [mpi(), slow("xla")])
 def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) -> None:
-    found = run_job(transport, 2, [("greedy", {"model": "llama"})], q_first=False, frozen=tmp_path)
+    scenarios: list[tuple[str, dict[str, Any]]] = [
+        ("greedy", {"model": "llama"}),
+        ("keeps", {"model": "llama"}),
+    ]
+    *found, kept = run_job(transport, 2, scenarios, q_first=False, frozen=tmp_path)
+    for of_model in kept["found"]:
+        assert of_model["least"] == 0 <= of_model["most"] <= 24 < of_model["kept"], kept
     for rank in ("1", "2"):  # nor are their steps held up by collections of what was compiled
         # A started rank leaves out its imports, too.
         assert int((tmp_path / rank).read_text()) > (10_000 if transport == "mpi" else 1000)
