@@ -184,8 +184,9 @@ class LLM:
         self.executor.open_kept(self._kept_wanted(folder, None)._replace(ahead=True))
 
     def _kept_wanted(self, folder: str | None, n: int | str | None) -> KeptWanted:
-        follows_from = f"{self._of_weights} {self.dtype} {self.options.kv_dtype} {self._of_scales}"
-        return KeptWanted(folder, follows_from, n if isinstance(n, int) else None)
+        # The same weights make other KV with another rope_theta, say, or in another function of a user's.
+        follows_from = self._of_weights, self.dtype, self.options.kv_dtype, self._of_scales, self.model.name
+        return KeptWanted(folder, " ".join(map(str, follows_from)), n if isinstance(n, int) else None)
 
     def update_weights(
         self,

@@ -29,6 +29,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_folders
+from jaxlamina.weights.fingerprint import fingerprint
 from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
 from jaxlamina.workers.kv_pools import KVPools
@@ -371,12 +372,31 @@ def test_a_spare_maps_ahead_what_another_keeps(way, tmp_path):
 def test_other_weights_or_another_kind_of_kv_find_nothing(tmp_path):
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "kept_kv_folder": str(tmp_path)}
     LLM(model(), **options).generate(prompts(), GREEDY)
+    weights, one_more = model(), model()
+    one_more.params["model.norm.weight"] = one_more.params["model.norm.weight"].at[3].add(1e-3)
+    scaled = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256, "rope_theta": 100.0})
     for other in (
         LLM(model(1), **options),
         LLM(model(), **options, kv_dtype="int8"),
+        LLM(one_more, **options),
+        LLM(InMemoryModel(scaled, weights.params), **options),
         LLM(model(), **options),
     ):
         assert [o.n_cached_tokens for o in other.generate(prompts(), GREEDY)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int8", "uint8", "bool", "float8_e4m3fn"]
+)
+def test_every_element_of_a_weight_tells_it_from_another(dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(0, 2, (300, 7, 11)), dtype)
+    found = {fingerprint({"a": x}), fingerprint({"b": x}), fingerprint({"a": x.reshape(300, 77)})}
+    places = [tuple(map(int, (rng.integers(n) for n in x.shape))) for _ in range(40)]
+    for at in set(places):
+        found.add(fingerprint({"a": x.at[at].set(~x[at] if dtype == "bool" else 1 - x[at])}))
+    found.add(fingerprint({"a": x[::-1]}))
+    assert len(found) == 3 + len(set(places)) + 1
 
 
 def test_tokens_come_back_where_their_worker_has_no_room(tmp_path):
