@@ -32,6 +32,7 @@ from jaxlamina.models import ModelConfig
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import FIRST_COME, LLMOptions, definitions, described
 from jaxlamina.process import jax_cache, kept_folders
+from jaxlamina.process.start_clock import CLOCK
 from jaxlamina.run.make import ExecutorMaker, ModelPlace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
@@ -105,7 +106,9 @@ class LLM:
         policy = load_policy(o.scheduling_policy or FIRST_COME)
         source = open_source(model, o.load_format, o.revision)
         self.model: CausalLM = source.model
+        CLOCK.done("imports")
         self.place = ModelPlace.of(o, devices, group, self.model.kv_heads)
+        CLOCK.done("devices")
         on_cpu = not is_accelerator(self.place.model_device)
         self.dtype, self.why_dtype = self._dtype(o.dtype, source.own_dtype, on_cpu)
         platform, of_job = self.place.model_device.platform, self.place.group
@@ -128,7 +131,9 @@ class LLM:
         with loading_bar(o.use_tqdm_on_load and on_load is None) as progress:
             later = source.later(self.dtype) if self.place.shares_weights else None
             params = later or source.load(self.dtype, self.place.load_device, on_load or progress)
+        CLOCK.done("weights")
         self.executor = maker.make(params, calibration, recording)
+        CLOCK.done("KV memory")
         self.max_model_len = min(length, self.executor.n_slots + 1)
         cut = self.executor.capabilities.bucket_cut
         self.buckets = Buckets.default(maker.n_seqs, self.max_model_len, cut)
@@ -160,6 +165,7 @@ class LLM:
         if o.keeps_kv:
             self._of_weights = fingerprint(params)
             self.keep_kv(o.kept_kv_folder, o.kept_kv_slots)
+            CLOCK.done("kept KV")
 
     def _chunks(self) -> tuple[int | None, chunk_sizes.ChunkSize | None]:
         """`chunk_sizes.chosen`. Prefill workers compute beside decode steps, whose price is without them."""

@@ -99,8 +99,11 @@ def _work(cluster: Cluster, rank: int, options: LaunchOptions) -> int:
         return ranks.serve(cluster, rank)
     from jaxlamina.cli.launch import defaults
     from jaxlamina.cli.main import main as command_line
+    from jaxlamina.process.start_clock import CLOCK
 
+    CLOCK.done("imports")
     group = ranks.join(cluster, rank)
+    CLOCK.done("ranks")
     code = command_line(options.command, who=cluster.describe(rank), defaults=defaults(cluster))
     group.close()
     return code

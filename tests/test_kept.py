@@ -388,7 +388,11 @@ def test_other_weights_or_another_kind_of_kv_find_nothing(tmp_path):
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float16", "int8", "uint8", "bool", "float8_e4m3fn"]
 )
-def test_every_element_of_a_weight_tells_it_from_another(dtype):
+@pytest.mark.parametrize("there", [False, True])
+def test_every_element_of_a_weight_tells_it_from_another(dtype, there, monkeypatch):
+    """``there``: as on an accelerator, which sums."""
+    if there:
+        monkeypatch.setattr("jaxlamina.weights.fingerprint.is_accelerator", lambda device: True)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(0, 2, (300, 7, 11)), dtype)
     found = {fingerprint({"a": x}), fingerprint({"b": x}), fingerprint({"a": x.reshape(300, 77)})}

@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from jaxlamina.engine.engine import Engine
 from jaxlamina.engine.outputs import RequestOutput
+from jaxlamina.process.start_clock import CLOCK
 from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.predicted import StepPredictor
 
@@ -236,6 +237,11 @@ class Metrics:
                 gauge = GaugeMetricFamily(name, what, labels=[*self._labels])
                 gauge.add_metric([*self._labels.values()], self._numbers[key])
                 yield gauge
+        what = "How long this process's start was at each phase, once it was ready."
+        start = GaugeMetricFamily("jaxlamina:start_seconds", what, labels=[*self._labels, "phase"])
+        for phase, seconds in CLOCK.seconds.items():
+            start.add_metric([*self._labels.values(), phase], seconds)
+        yield start
         if self._pools is not None:
             yield from self._of_pools(self._pools)
 

@@ -28,6 +28,7 @@ from jaxlamina.engine.warm_up import Behind, warm_up
 from jaxlamina.errors import UserError
 from jaxlamina.process import garbage
 from jaxlamina.process.compile_ahead import n_compiling
+from jaxlamina.process.start_clock import CLOCK
 from jaxlamina.profiling.under_load import OneWindow, say_under_load
 from jaxlamina.server.app import Parts, make_app
 from jaxlamina.server.async_engine import AsyncEngine
@@ -206,6 +207,7 @@ class App:
         """The programs are compiled, and what there was then is no garbage (`garbage.settle`); ``behind``
         goes on with the others, where there are any."""
         self._is_warm, self._behind = True, behind
+        _started()
 
     def run(self, listener: socket.socket | None = None) -> bool:
         """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never
@@ -283,6 +285,8 @@ class App:
         while not self._server.started:  # uvicorn listens once the lifespan has begun, and tells nobody
             await asyncio.sleep(0.01)
         if is_ready:
+            if not self._is_warm:
+                _started()
             self._batches.resume()
             self._on_ready()
             self._compile_behind()
@@ -331,6 +335,13 @@ class App:
     def _progress(self) -> tuple[int, int]:
         """Of the programs that are there before the first request."""
         return self._n_done, len(self._todo.first)
+
+
+def _started() -> None:
+    """The first request may come; of a spare, once it stands by."""
+    CLOCK.done("programs")
+    CLOCK.over()
+    _log.info("%s", CLOCK)
 
 
 def _info(llm: LLM, settings: Settings) -> dict[str, Any]:

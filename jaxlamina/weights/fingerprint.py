@@ -1,4 +1,4 @@
-"""What tells a model's weights from others of the same shapes: a digest of sums over all of their bits."""
+"""What tells a model's weights from others of the same shapes: a digest of their bits, or of sums over them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxlamina.weights.later import Later, made
+from jaxlamina.workers.capacity import is_accelerator
 
 
 def fingerprint(params: Mapping[str, jax.Array | Later]) -> str:
@@ -20,8 +21,17 @@ def fingerprint(params: Mapping[str, jax.Array | Later]) -> str:
     for name in sorted(params):
         x = made(params[name])
         digest.update(f"{name} {x.dtype} {x.shape} ".encode())
-        digest.update(np.asarray(_sums(x)).tobytes())
+        digest.update(_of_bits(x))
     return digest.hexdigest()
+
+
+def _of_bits(x: jax.Array) -> bytes:
+    """In the host's memory they are read where they are: a program for each shape takes longer to compile. An
+    accelerator's stay there."""
+    if isinstance(x, jax.Array) and any(is_accelerator(device) for device in x.devices()):
+        return np.asarray(_sums(x)).tobytes()
+    bits = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return hashlib.sha1(bits.data, usedforsecurity=False).digest()
 
 
 @jax.jit
