@@ -427,7 +427,7 @@ def test_many_at_once_some_of_which_go_away_leave_no_slot_behind(client, server)
 def test_a_start_says_where_it_went(server):
     phases = ("imports", "devices", "weights", "KV memory", "programs")
     seconds = [server.metric("jaxlamina:start_seconds", phase=phase) for phase in phases]
-    assert all(s > 0 for s in seconds) and sum(seconds) < time.monotonic()
+    assert all(s > 0 for s in seconds)
 
 
 def test_metrics_count_what_was_asked(client, server):
