@@ -1,4 +1,4 @@
-"""What tells a model's weights from others of the same shapes: a digest of their bits, or of sums over them."""
+"""What tells weights from others of the same shapes: a digest of their bits, or of sums over them."""
 
 from __future__ import annotations
 

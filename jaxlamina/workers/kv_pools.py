@@ -30,6 +30,8 @@ from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 # A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all
 # sizes.
 _LEAST, _MOST = 16, 256
+# Of what is kept, which takes no memory but on its way: fewer programs before a first request.
+_KEPT_SIZES = (16, 64, 256)
 # Pieces of kept KV in host memory at once: so many threads read some (each 5 GB/s on the host of an H100),
 # while others are copied to the device.
 _N_READERS = min(6, os.cpu_count() or 1)
@@ -138,7 +140,7 @@ class KVPools:
         if self._of_kept is not None:
             self._of_kept.close()
         else:
-            for size in move_sizes(_MOST):
+            for size in _KEPT_SIZES:
                 self._parts_at(np.zeros(size, np.int64))
                 self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
             if self._packs:  # pinned memory takes its time
@@ -216,7 +218,7 @@ class KVPools:
         return self._staging
 
     def _put_staged(self, slots: Int[np.ndarray, " n"], which: int) -> jax.Array | None:
-        staging, n = self._staged(), _width(len(slots))
+        staging, n = self._staged(), _kept_width(len(slots))
         rows = staging.on_device(which, n) if self._packs else staging.arrays[which][:n]
         return self._put_bytes(slots, rows)
 
@@ -226,7 +228,7 @@ class KVPools:
 
     def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
         """Stores what another worker's `kept_rows` gave (at most a piece of `pieces`)."""
-        self._put_bytes(slots, np.pad(rows, [(0, _width(len(slots)) - len(slots)), (0, 0)]))
+        self._put_bytes(slots, np.pad(rows, [(0, _kept_width(len(slots)) - len(slots)), (0, 0)]))
 
     def _put_bytes(
         self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"] | jax.Array
@@ -254,9 +256,9 @@ class KVPools:
 
     def _parts_at(self, slots: Int[np.ndarray, " n"]) -> list[jax.Array]:
         """All layers' KV of ``slots`` (at most a piece of `pieces`), padded, in what is copied at once."""
-        if self._packs:
-            return [self._take_packed((self.k, self.v), padded(slots, 0))]
-        return [jnp.asarray(x) for of_pool in self.take(slots) for x in of_pool]
+        to = padded(slots, 0, _kept_width(len(slots)))
+        take = self._take_packed if self._packs else self._take
+        return [jnp.asarray(x) for x in jax.tree.leaves(take((self.k, self.v), to))]
 
     def _arrays(self) -> list[jax.Array]:
         """What a token's KV is in, in the order of its parts."""
@@ -406,6 +408,10 @@ def move_sizes(n: int) -> list[int]:
 
 def _width(n: int) -> int:
     return max(_LEAST, 1 << (n - 1).bit_length())
+
+
+def _kept_width(n: int) -> int:
+    return next(size for size in _KEPT_SIZES if n <= size)
 
 
 def _empty(
