@@ -394,7 +394,7 @@ def test_a_folder_that_lacks_something_says_what(tmp_path):
     with pytest.raises(UserError, match=r"to load a GGUF file give the file, such as .*x\.gguf"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(UserError, match=r"no \*\.safetensors; fetch the weights too"):
+    with pytest.raises(UserError, match=r"no \*\.safetensors: .*fetch the weights too"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="PyTorch pickles and no safetensors"):
@@ -417,7 +417,9 @@ def test_missing_shards_are_listed(tmp_path):
     folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), n_shards=3)
     for i in (1, 3):
         (folder / f"model-0000{i}-of-00003.safetensors").unlink()
-    with pytest.raises(UserError, match="lacks 2 of 3 shards: model-00001-of-00003.*model-00003-of-00003"):
+    with pytest.raises(
+        UserError, match="lacks 2 of 3 shards that .* names: .model-00001-of-00003.*model-00003-of-00003"
+    ):
         open_checkpoint(folder)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "a.safetensors").write_bytes(b"")
@@ -425,13 +427,32 @@ def test_missing_shards_are_listed(tmp_path):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("index", ['{"weight_map": 3}', "{}", '{"weight_map": {"a": "../x.safetensors"}}'])
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
+    old, new = host_params(LLAMA), host_params(LLAMA, seed=1)
+    folder = write_folder(tmp_path / "m", LLAMA, old, n_shards=2)
+    write_folder(folder, LLAMA, new)  # beside the shards and their index
+    assert_equal_params(open_checkpoint(folder).load(), new)
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+    assert_equal_params(open_checkpoint(folder).load(), new)
+
+
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": 3}', "{}", '{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {}}']
+)
 def test_a_broken_index_is_an_error(tmp_path, index):
     folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), n_shards=2)
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(
         UserError, match=r"model\.safetensors\.index\.json (has no weight_map|names files outside)"
     ):
+        open_checkpoint(folder)
+
+
+def test_a_name_too_long_for_a_file_is_a_missing_shard(tmp_path):
+    folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), n_shards=2)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(UserError, match="lacks 1 of 1 shards"):
         open_checkpoint(folder)
 
 
