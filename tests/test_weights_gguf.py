@@ -382,6 +382,13 @@ def test_every_misfit_is_listed_at_once(tmp_path):
     assert "\n" not in text
 
 
+def test_a_tensor_in_two_spellings_is_an_error(tmp_path):
+    params = host_params(LLAMA)
+    norm = params.pop("model.norm.weight")
+    with pytest.raises(UserError, match="model.norm.weight is there twice, under two names"):
+        config_of_params(tmp_path, params, {"output_norm.weight": norm, "model.norm.weight": norm + 1})
+
+
 def config_of_params(tmp_path, params, extra):
     return open_checkpoint(write_gguf(tmp_path / "m.gguf", LLAMA, params, extra=extra)).config
 

@@ -264,6 +264,44 @@ def test_names_of_a_base_model_export_get_their_prefix(tmp_path):
     assert_equal_params(open_checkpoint(write_folder(tmp_path / "m", QWEN3, bare)).load(), params)
 
 
+@pytest.mark.parametrize("twice", ["norm.weight", "layers.1.self_attn.q_proj.weight"])
+def test_a_tensor_in_two_spellings_is_an_error(tmp_path, twice):
+    params = host_params(LLAMA)
+    held = params | {twice: params[f"model.{twice}"] + 1}
+    with pytest.raises(UserError, match=f"model.{twice} is there twice, under two names"):
+        open_checkpoint(write_folder(tmp_path / "m", LLAMA, held))
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_experts_and_gates_in_two_spellings_are_an_error(tmp_path, with_model):
+    """A router by mixtral's name and by the model's; experts one by one beside a stack, and beside halves of
+    one."""
+    params = host_params(MIXTRAL)
+    single = dict(unstacked(ModelConfig.from_hf(MIXTRAL), params.items()))
+    gate, up = (f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate", "up"))
+    for i, more in enumerate(
+        (
+            {"model.layers.0.mlp.gate.weight": single["model.layers.0.block_sparse_moe.gate.weight"]},
+            {gate: params[gate]},
+            {"model.layers.0.mlp.experts.gate_up_proj": np.concatenate([params[gate], params[up]], axis=1)},
+        )
+    ):
+        more = {name if with_model else name.removeprefix("model."): x + 1 for name, x in more.items()}
+        with pytest.raises(UserError, match=r"layers\.0\.mlp\..* is there twice, under two names"):
+            open_checkpoint(write_folder(tmp_path / f"m{i}", MIXTRAL, single | more))
+
+
+@pytest.mark.parametrize("shape", [[4, 0, 64], [3_000_000, 1, 0], [0, 2, 2]], ids=str)
+def test_a_stack_of_halves_that_has_none_does_not_fit(tmp_path, shape):
+    """[E, 2F, D]; by a header without data, which must not cost what it claims."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=rf"1 unexpected: {name}"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_tied_head_is_dropped_when_equal_and_an_error_when_not(tmp_path):
     hf = LLAMA | {"tie_word_embeddings": True}
     params = host_params(hf)
@@ -358,8 +396,13 @@ def test_a_flipped_byte_in_the_header_never_escapes_as_another_error(
             "a name occurs twice",
         ),
         (b"[" * 100_000, "corrupt header"),
+        # As many axes take minutes to multiply.
+        (
+            b'{"a": {"dtype": "F32", "shape": [' + b"1, " * 8 + b'1], "data_offsets": [0, 4]}}',
+            "corrupt header",
+        ),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_corrupt_header_is_an_error(tmp_path, header, problem):
     path = tmp_path / "bad.safetensors"

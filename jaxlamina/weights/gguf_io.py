@@ -23,7 +23,7 @@ from jaxlamina.models.causal_lm import CausalLM, with_blocks
 from jaxlamina.models.families import FAMILIES
 from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes
-from jaxlamina.weights.fit import check_fit
+from jaxlamina.weights.fit import check_fit, unique
 from jaxlamina.weights.fused import fused_parts, fused_shapes
 from jaxlamina.weights.gguf_families import GGUF_FAMILIES, GgufFamily, short_float
 from jaxlamina.weights.gguf_file import SUPPORTED, GgufFile, GgufTensor, decoder, read_gguf
@@ -125,11 +125,9 @@ class GgufCheckpoint(StreamedCheckpoint):
     def stored(self) -> dict[str, StoredTensor]:
         family = family_of(self._file)
         skipped = (LONG_FACTORS, SHORT_FACTORS) if family.model_type == "phi3" else (ROPE_FACTORS,)
-        found = {
-            hf_name(name, family): (name, tensor)
-            for name, tensor in self._file.tensors.items()
-            if name not in skipped
-        }
+        tensors = self._file.tensors.items()
+        named = ((hf_name(name, family), (name, t)) for name, t in tensors if name not in skipped)
+        found = unique(named, str(self.path))
         shapes = {hf: tensor.shape for hf, (_, tensor) in found.items()}
         expected = expected_shapes(self.config)
         parts = fused_parts(self.config, expected)

@@ -23,7 +23,7 @@ from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME, weight_files
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
 from jaxlamina.weights.expert_stacks import stacked
-from jaxlamina.weights.fit import check_fit, is_buffer, model_names
+from jaxlamina.weights.fit import check_fit, is_buffer, model_names, unique
 from jaxlamina.weights.fused import Parts, fused_parts, fused_shapes
 from jaxlamina.weights.streaming import Stored, StoredTensor
 
@@ -74,7 +74,8 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
         in_files = fused_shapes(expected, parts)
         whole_stacks = stacked(self.config, tensors, str(self.path))
         renamed = model_names(whole_stacks, in_files)
-        found = {renamed[name]: entry for name, entry in whole_stacks.items() if not is_buffer(name)}
+        kept = ((renamed[name], entry) for name, entry in whole_stacks.items() if not is_buffer(name))
+        found = unique(kept, str(self.path))
         if self.config.tie_word_embeddings and "lm_head.weight" not in expected:
             _drop_tied_head(found, self.config)
         check_fit(in_files, {name: tensor.shape for name, (_, tensor) in found.items()}, str(self.path))
@@ -153,13 +154,14 @@ def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=8)]  # a weight's axes; many are minutes of sums
 
 
 class _Entry(msgspec.Struct):
     """A tensor of the header, as it is written."""
 
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: _Shape
     data_offsets: tuple[_Size, _Size]
 
 
