@@ -181,13 +181,17 @@ def write_raw(path, params):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def test_a_weight_too_large_for_float16_is_an_error(tmp_path):
+@pytest.mark.parametrize("value, dtype", [(1e6, "float16"), (-3.4e38, "bfloat16")])
+def test_a_weight_too_large_for_a_dtype_is_an_error(tmp_path, value, dtype):
     params = host_params(LLAMA)
-    params["lm_head.weight"][3, 4] = 1e6
+    params["lm_head.weight"][3, 4] = value
     checkpoint = open_checkpoint(write_folder(tmp_path / "m", LLAMA, params))
-    with pytest.raises(UserError, match="too large for float16; use bfloat16") as error:
-        checkpoint.load("float16")
+    with pytest.raises(UserError, match=f"too large for {dtype}; use .*float32") as error:
+        checkpoint.load(dtype)
     one_line(error)
+    params["lm_head.weight"][3, 4] = np.inf  # as it is stored, so it comes
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", LLAMA, params))
+    assert np.isinf(checkpoint.load(dtype)["lm_head.weight"][3, 4])
 
 
 def test_unknown_dtype_is_an_error(tmp_path):
@@ -520,6 +524,15 @@ def test_what_convert_writes_the_safetensors_package_reads(tmp_path, max_shard_b
     assert again.tokenizer().encode("é</s>") == [0xC3, 0xA9, 257]
     assert again.eos_token_ids == (257,)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["c"]  # no temporary folder is left
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["none", "bytes"])
+def test_convert_keeps_end_tokens(tmp_path, to, tokenizer):
+    """Of generation_config.json, with a tokenizer and without."""
+    folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), tokenizer=tokenizer)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 5, 6]}')
+    assert open_checkpoint(convert(folder, tmp_path / "c", to=to)).eos_token_ids == (257, 5, 6)
 
 
 def test_convert_refuses_before_it_reads(tmp_path):
