@@ -458,6 +458,11 @@ def test_one_file_of_a_folder_names_the_folder(tmp_path):
     folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA))
     with pytest.raises(UserError, match=f"give its folder, {folder}"):
         open_checkpoint(folder / "model.safetensors")
+    (tmp_path / "blobs").mkdir()  # as in the Hub's cache
+    (folder / "model.safetensors").rename(tmp_path / "blobs" / "a1b2")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blobs" / "a1b2")
+    with pytest.raises(UserError, match=f"give its folder, {folder}"):
+        open_checkpoint(folder / "model.safetensors")
 
 
 def test_missing_shards_are_listed(tmp_path):
