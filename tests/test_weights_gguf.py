@@ -247,7 +247,12 @@ def test_iq4_nl_looks_its_numbers_up():
     np.testing.assert_array_equal(decoder("IQ4_NL")(raw.reshape(-1)), np.array(expected, np.float32))
 
 
-KINDS = [Q[name] for name in SUPPORTED]
+KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.IQ4_NL]
+KINDS += [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+
+
+def test_what_is_supported_is_tested():
+    assert {kind.name for kind in KINDS} == set(SUPPORTED)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
