@@ -35,11 +35,11 @@ NOTICE_S, START_S, KV_RETURN_GB_S = 1.0, 32.0, 1.1
 """What a failure costs where nobody says: until it is noticed, until the job is ready again, and how fast KV
 comes back. One H100's, without a spare (docs/reliability.md); KV's as of 2026-11-25, before a spare mapped it
 ahead (docs/findings.md)."""
-MODEL_HELP = (
+FILES_HELP = (
     "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the "
-    "Hugging Face Hub (org/name:file.gguf for a GGUF); or package.module:build, a function of yours that "
-    "returns a jaxlamina.FlaxModel."
+    "Hugging Face Hub (org/name:file.gguf for a GGUF)"
 )
+MODEL_HELP = f"{FILES_HELP}; or package.module:build, a function of yours that returns a jaxlamina.FlaxModel."
 
 
 @dataclass(frozen=True)

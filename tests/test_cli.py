@@ -449,6 +449,12 @@ def test_convert_writes_a_model_that_opens(capsys, tiny_folder, tmp_path, to):
     assert "is there already" in one_error(capsys, "convert", str(tiny_folder), str(target))
 
 
+def test_convert_offers_no_function_that_makes_a_model(capsys):
+    assert main(["convert", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "orbax folder" in text and "package.module" not in text
+
+
 def test_convert_to_a_format_that_is_none(capsys, tiny_folder, tmp_path):
     line = one_error(capsys, "convert", str(tiny_folder), str(tmp_path / "out"), "--to", "zip")
     assert "zip" in line and "safetensors" in line

@@ -16,6 +16,7 @@ from hub_server import GOOD_TOKEN, Hub, serving_hub
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find
 from jaxlamina.model_files import hub as hub_names
+from jaxlamina.model_files.hub import INDEX_NAME as INDEX
 
 NEEDED = {
     "config.json",
@@ -23,7 +24,7 @@ NEEDED = {
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
-    "model.safetensors.index.json",
+    INDEX,
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
 }
@@ -165,7 +166,7 @@ def test_what_the_hub_refuses_is_one_line(hub: Hub, tmp_path: Path):
         ("org/tiny", "v9"): r"org/tiny has no revision 'v9'",
         ("org/tiny", "pickles"): r"PyTorch pickles and no safetensors",
         ("org/tiny", "mamba"): r"model_type='mamba2' is not supported",
-        ("org/tiny", "torn"): r"lacks shards that its model.safetensors.index.json names",
+        ("org/tiny", "torn"): r"lacks 1 of 2 shards that its model.safetensors.index.json names",
         ("llama-9000", None): r"unknown model 'llama-9000': .*smollm2-135m-instruct",
         ("smollm2-135m-instruct", "v2"): r"revision='v2' is for models of the Hub",
     }
@@ -225,11 +226,16 @@ def test_what_may_be_a_name_of_the_hub(name: str, is_one: bool):
 
 
 def test_which_weights_are_fetched():
-    wanted = hub_names.weight_files
-    assert wanted("r", ["model.safetensors", "consolidated.safetensors"], None) == ["model.safetensors"]
-    assert wanted("r", ["weights.safetensors", "sub/b.safetensors"], None) == ["weights.safetensors"]
+    def wanted(files, index=None):
+        return hub_names.weight_files("r", [*files, *([INDEX] if index else [])], lambda: index)
+
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}
-    assert wanted("r", ["1.safetensors", "2.safetensors", "3.safetensors"], index) == [
+    assert wanted(["model.safetensors", "consolidated.safetensors"]) == ["model.safetensors"]
+    # As transformers does: the shards beside it may be older.
+    assert wanted(["1.safetensors", "2.safetensors", "model.safetensors"], index) == ["model.safetensors"]
+    assert wanted(["model.safetensors"], index) == ["model.safetensors"]
+    assert wanted(["weights.safetensors", "sub/b.safetensors"]) == ["weights.safetensors"]
+    assert wanted(["1.safetensors", "2.safetensors", "3.safetensors"], index) == [
         "1.safetensors",
         "2.safetensors",
     ]
@@ -237,11 +243,13 @@ def test_which_weights_are_fetched():
         (["a.safetensors", "b.safetensors"], None, "2 safetensors files and no"),
         (["x.bin"], None, "pickles"),
         ([], None, "no complete model"),
-        (["1.safetensors"], index, "lacks shards"),
-        (["1.safetensors"], {"weight_map": ["*"]}, "lacks shards"),
+        (["1.safetensors"], index, "lacks 1 of 2 shards that .* names: '2.safetensors'"),
+        (["1.safetensors"], {"weight_map": ["*"]}, "has no weight_map"),
+        (["sub/1.safetensors"], {"weight_map": {"a": "sub/1.safetensors"}}, "outside its folder"),
+        (["1.safetensors"], {"weight_map": {f"{i}": f"{i}" * 300 for i in range(90)}}, "and 81 more"),
     ):
         with pytest.raises(UserError, match=line):
-            wanted("r", files, names)
+            wanted(files, names)
 
 
 def test_python_and_the_command_line_write_with_a_model_of_the_hub(hub: Hub, folders: Path, tmp_path: Path):

@@ -17,6 +17,9 @@ from rank_jobs import run_job
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import decoder
+from jaxlamina.weights.replacing import check_same_model
 
 PROMPT = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53, 54]
 OTHER = [7, 8, 30, 31]
@@ -140,8 +143,41 @@ def wrong(tmp_path: Path) -> Iterator[tuple[Any, str]]:
     yield good | {name: 1}, f"{name} must be arrays"
     yield tmp_path / "none", "unknown model"
     yield write_folder(tmp_path / "qwen3", QWEN3, host_params(QWEN3)), "is another model.*model_type='qwen3'"
-    other = LLAMA | {"rope_theta": 5e5}
-    yield write_folder(tmp_path / "theta", other, good), "is another model.*rope_theta=500000"
+    for i, (change, says) in enumerate(
+        (
+            ({"rope_theta": 5e5}, "rope_theta=500000"),
+            ({"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001"),
+            ({"max_position_embeddings": 112}, r"max_position_embeddings=112 \(128 now\)"),
+            ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+            ({"model_type": "mistral", "sliding_window": 16}, "sliding_window=16"),
+        )
+    ):
+        yield write_folder(tmp_path / f"other{i}", LLAMA | change, good), f"is another model.*{says}"
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "ids": {"bos_token_id": 1, "eos_token_id": [5, 6], "pad_token_id": 0},
+    "names": {"model_type": "mistral", "sliding_window": None, "architectures": ["MistralForCausalLM"]},
+    "longer": {"max_position_embeddings": 4096},
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_computes_the_same_may_say_so_otherwise(
+    folders: tuple[Path, Path], of_b: LLM, llm: LLM, tmp_path: Path, change: str
+) -> None:
+    """Tokens, names and a length are no part of what is computed."""
+    llm.update_weights(folders[0])
+    llm.update_weights(write_folder(tmp_path / change, LLAMA | SAME[change], host_params(LLAMA, 2)))
+    assert tokens(llm) == tokens(of_b)
+
+
+def test_a_length_counts_where_positions_are_scaled_by_it() -> None:
+    scaled = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    now, longer = (decoder(ModelConfig.from_hf(scaled | {"max_position_embeddings": n})) for n in (128, 256))
+    check_same_model(now, now, "m")
+    with pytest.raises(UserError, match="max_position_embeddings=256"):
+        check_same_model(now, longer, "m")
 
 
 def test_what_does_not_fit_is_named_and_changes_nothing(

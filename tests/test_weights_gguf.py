@@ -6,6 +6,9 @@ only against the package that the loader itself calls.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights import open_checkpoint
 from jaxlamina.weights.fused import fused
-from jaxlamina.weights.gguf_file import decoder, read_gguf
+from jaxlamina.weights.gguf_file import SUPPORTED, decoder, read_gguf
 
 HIDDEN, FFN = 256, 512  # K-quants come in blocks of 256
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": FFN, "vocab_size": 96}
@@ -82,6 +85,7 @@ def write_gguf(path, hf, params, *, quantise=None, meta=None, extra=None, permut
     if "num_experts_per_tok" not in hf:
         params = fused(ModelConfig.from_hf(hf), params)
     writer = gguf.GGUFWriter(path, arch)
+    writer.data_alignment = (meta or {}).get("general.alignment", 32)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
     writer.add_block_count(hf["num_hidden_layers"])
@@ -134,7 +138,7 @@ def random_blocks(kind: Q, shape: tuple[int, ...], seed: int) -> np.ndarray:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (int(np.prod(shape)) // block, block_bytes), dtype=np.uint8)
-    scales = {Q.Q4_K: (0, 4), Q.Q5_K: (0, 4), Q.Q6_K: (208, 210)}[kind]
+    scales = {Q.Q2_K: (80, 84), Q.Q3_K: (108, 110), Q.Q6_K: (208, 210), Q.IQ4_NL: (0, 2)}.get(kind, (0, 4))
     n = (scales[1] - scales[0]) // 2
     raw[:, slice(*scales)] = rng.uniform(0.001, 0.01, (len(raw), n)).astype(np.float16).view(np.uint8)
     return raw.reshape(*shape[:-1], shape[-1] // block * block_bytes)
@@ -163,6 +167,23 @@ def k_block(kind: Q, b: bytes) -> list[float]:
                     scale = scales[8 * n + i // 16 + 2 * quarter]
                     out[128 * n + 32 * quarter + i] = d * np.float32(scale) * np.float32(q - 32)
         return out
+    if kind is Q.Q2_K:
+        scales, quarters, d, dmin = b[:16], b[16:80], half(80), half(82)
+        for i in range(256):
+            scale = scales[i // 16]
+            q = quarters[32 * (i // 128) + i % 32] >> (2 * (i % 128 // 32)) & 3
+            out[i] = d * np.float32(scale & 15) * np.float32(q) - dmin * np.float32(scale >> 4)
+        return out
+    if kind is Q.Q3_K:
+        mask, quarters, packed_scales, d = b[:32], b[32:96], b[96:108], half(108)
+        for i in range(256):
+            j = i // 16  # of the scales, 6 bits each: four low ones in 8 bytes, two high ones in 4
+            low = packed_scales[j % 8] >> (4 * (j // 8)) & 15
+            scale = (low | (packed_scales[8 + j % 4] >> (2 * (j // 4)) & 3) << 4) - 32
+            q = quarters[32 * (i // 128) + i % 32] >> (2 * (i % 128 // 32)) & 3
+            q -= 0 if mask[i % 32] >> (i // 32) & 1 else 4
+            out[i] = d * np.float32(scale) * np.float32(q)
+        return out
     d, dmin, scales = half(0), half(2), b[4:16]
     high, low = (b[16:48], b[48:176]) if kind is Q.Q5_K else (bytes(32), b[16:144])
     for j in range(8):
@@ -174,7 +195,7 @@ def k_block(kind: Q, b: bytes) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q5_K, Q.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K], ids=lambda kind: kind.name)
 def test_k_quants_follow_ggml_element_by_element(kind):
     raw = random_blocks(kind, (4, 512), seed=1)
     expected = [x for block in raw.reshape(8, -1) for x in k_block(kind, block.tobytes())]
@@ -199,7 +220,39 @@ def test_simple_quants_follow_their_definition(kind):
     assert np.abs(found.reshape(w.shape) - w).max() < (0.02 if kind is Q.Q8_0 else 0.4)
 
 
-KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+@pytest.mark.parametrize("kind", [Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name)
+def test_five_bits_follow_their_definition(kind):
+    """d, for Q5_1 the minimum, 32 fifth bits, 32 nibbles: dequantize_row_q5_* in ggml-quants.c."""
+    w = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+    raw = gguf.quantize(w, kind)
+    expected = []
+    for b in raw.reshape(12, -1):
+        half, rest = b[:4].view(np.float16).astype(np.float32), b[4:] if kind is Q.Q5_1 else b[2:]
+        fifth = int.from_bytes(rest[:4].tobytes(), "little")
+        for i in range(32):
+            q = np.float32(int(rest[4 + i % 16]) >> (4 * (i // 16)) & 15 | (fifth >> i & 1) << 4)
+            expected.append(half[0] * q + half[1] if kind is Q.Q5_1 else half[0] * (q - 16))
+    found = decoder(kind.name)(raw.reshape(-1))
+    np.testing.assert_allclose(found, np.array(expected, np.float32), rtol=1e-6)
+    assert np.abs(found.reshape(w.shape) - w).max() < 0.2
+
+
+def test_iq4_nl_looks_its_numbers_up():
+    table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # kvalues_iq4nl
+    raw = random_blocks(Q.IQ4_NL, (6, 64), seed=1)
+    expected = []
+    for b in raw.reshape(12, -1):
+        d = b[:2].view(np.float16).astype(np.float32)[0]
+        expected += [d * np.float32(table[b[2 + i % 16] >> (4 * (i // 16)) & 15]) for i in range(32)]
+    np.testing.assert_array_equal(decoder("IQ4_NL")(raw.reshape(-1)), np.array(expected, np.float32))
+
+
+KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.IQ4_NL]
+KINDS += [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+
+
+def test_what_is_supported_is_tested():
+    assert {kind.name for kind in KINDS} == set(SUPPORTED)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -382,6 +435,13 @@ def test_every_misfit_is_listed_at_once(tmp_path):
     assert "\n" not in text
 
 
+def test_a_tensor_in_two_spellings_is_an_error(tmp_path):
+    params = host_params(LLAMA)
+    norm = params.pop("model.norm.weight")
+    with pytest.raises(UserError, match="model.norm.weight is there twice, under two names"):
+        config_of_params(tmp_path, params, {"output_norm.weight": norm, "model.norm.weight": norm + 1})
+
+
 def config_of_params(tmp_path, params, extra):
     return open_checkpoint(write_gguf(tmp_path / "m.gguf", LLAMA, params, extra=extra)).config
 
@@ -389,8 +449,8 @@ def config_of_params(tmp_path, params, extra):
 def test_a_quantisation_that_is_not_supported_is_named(tmp_path):
     hf = LLAMA | SIZES
     params = host_params(hf)
-    quantise = lambda name, w: Q.Q5_0 if "up_proj" in name else Q.F32
-    with pytest.raises(UserError, match="tensors of type Q5_0; supported: F32, F16"):
+    quantise = lambda name, w: Q.TQ1_0 if "up_proj" in name else Q.F32
+    with pytest.raises(UserError, match="tensors of type TQ1_0; supported: F32, F16"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", hf, params, quantise=quantise))
 
 
@@ -436,6 +496,54 @@ def test_a_cut_in_the_data_says_how_much_is_missing(tmp_path):
     ) as error:
         open_checkpoint(path)
     assert f"of {len(params)} tensors are cut off" in str(error.value)
+
+
+def with_offset(path, tensor, change):
+    """A small model's file, in which one tensor begins elsewhere."""
+    raw = bytearray(write_gguf(path, LLAMA, host_params(LLAMA)).read_bytes())
+
+    def place(name):  # behind the name: the number of axes, their sizes, the type
+        at = raw.index(len(name).to_bytes(8, "little") + name.encode()) + 8 + len(name)
+        return at + 4 + 8 * raw[at] + 4
+
+    at = place(tensor)
+    others = place("blk.0.ffn_gate.weight")
+    new = change(*(int.from_bytes(raw[i : i + 8], "little") for i in (at, others)))
+    raw[at : at + 8] = (new % 2**64).to_bytes(8, "little")
+    path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own, other: other,
+        lambda own, other: own + 1,
+        lambda own, other: own - 32,
+        lambda own, other: own + 32,
+        lambda own, other: -32,
+    ],
+    ids=["overlap", "unaligned", "earlier", "later", "far"],
+)
+def test_tensors_that_do_not_lie_one_after_the_other_are_an_error(tmp_path, change):
+    path = with_offset(tmp_path / "m.gguf", "blk.0.ffn_up.weight", change)
+    with pytest.raises(UserError, match=r"m\.gguf is corrupt: tensor 'blk\..* begins at byte \d+, not \d+"):
+        open_checkpoint(path)
+
+
+def test_a_file_of_another_alignment_loads(tmp_path):
+    params = host_params(LLAMA)
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, params, meta={"general.alignment": 1024})
+    for name, found in open_checkpoint(path).load().items():
+        np.testing.assert_array_equal(np.asarray(found), params[name], err_msg=name)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_and_a_device_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path in (tmp_path / "pipe.gguf", Path("/dev/zero")):
+        with pytest.raises(UserError, match=f"{path} is no file"):
+            open_checkpoint(path)
 
 
 @given(position=st.integers(0, 700), byte=st.integers(0, 255))

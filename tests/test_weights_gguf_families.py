@@ -3,6 +3,9 @@ package as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -11,10 +14,12 @@ from checkpoint_examples import (
     GEMMA2,
     GEMMA3,
     GRANITE,
+    LLAMA,
     MIXTRAL,
     PHI3,
     QWEN3_MOE,
     SMOLLM3,
+    byte_tokens,
     host_params,
     write_folder,
 )
@@ -25,6 +30,9 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights import open_checkpoint
 from jaxlamina.weights.expert_stacks import unstacked
+from jaxlamina.weights.gguf_file import read_gguf
+from jaxlamina.weights.gguf_io import hf_config
+from jaxlamina.weights.gguf_tokenizer import tokenizer_from_gguf
 
 GRANITE_META = {
     "ARCH.attention.scale": 0.015625,
@@ -169,3 +177,66 @@ def test_what_llamacpp_knows_of_gemma_and_no_key_says(tmp_path):
 def test_metadata_that_another_family_reads_is_an_error(tmp_path, hf, meta, problem):
     with pytest.raises(UserError, match=problem):
         config_of(tmp_path, hf, meta)
+
+
+YARN_META = {
+    "ARCH.rope.scaling.type": "yarn",
+    "ARCH.rope.scaling.factor": 4.0,
+    "ARCH.rope.scaling.original_context_length": 64,
+    "ARCH.rope.scaling.attn_factor": 1.5,
+    "ARCH.rope.scaling.yarn_beta_fast": 32.0,
+    "split.count": 1,
+}
+VOCABULARY = {
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": [*byte_tokens(), "<s>", "</s>", *(f"t{i}" for i in range(30))],
+    "tokenizer.ggml.token_type": [1] * 256 + [3, 3] + [1] * 30,
+    "tokenizer.ggml.merges": ["t h"],
+    "tokenizer.ggml.scores": [float(-i) for i in range(288)],
+    "tokenizer.ggml.bos_token_id": 256,
+    "tokenizer.ggml.eos_token_id": 257,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.add_space_prefix": True,
+    "tokenizer.chat_template": "{{ messages[0].content }}",
+}
+STRANGE = ["abc", "", -1, 0, 3, 2**63, float("nan"), float("inf"), -1.5, 0.0, 1e39, True, False]
+STRANGE += [[], [1], ["a", "b"], [1.5, 2.5], [True, False], [2**40] * 2]
+
+
+@pytest.mark.parametrize(
+    ("hf", "meta"),
+    [
+        (LLAMA, YARN_META | VOCABULARY | {"tokenizer.ggml.model": "gpt2"}),
+        (LLAMA, YARN_META | VOCABULARY | {"tokenizer.ggml.model": "llama"}),
+        (GRANITE, GRANITE_META),
+        (PHI3, {"ARCH.rope.dimension_count": 8, "ARCH.attention.sliding_window": 16}),
+        (MIXTRAL, MIXTRAL_META),
+        (QWEN3_MOE, QWEN3_MOE_META),
+        (GEMMA2, GEMMA2_META),
+        (GEMMA3, {"ARCH.attention.sliding_window": 16, "ARCH.rope.freq_base_swa": 1e4}),
+        (GEMMA3, {"ARCH.attention.sliding_window": 16, "ARCH.attention.sliding_window_pattern": 6}),
+    ],
+)
+def test_a_strange_value_of_any_key_is_one_line_or_none(tmp_path, hf, meta):
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", hf, host_params(hf), meta=meta))
+    n_refused = 0
+    for key in file.metadata:
+        for value in STRANGE:
+            changed = replace(file, metadata=file.metadata | {key: value})
+            try:
+                config = ModelConfig.from_hf(hf_config(changed))
+                if "tokenizer.ggml.model" in meta:
+                    tokenizer_from_gguf(changed.metadata, "m.gguf").encode("hello")
+                assert math.isfinite(config.norm_eps), (key, value)
+            except UserError as error:
+                assert "\n" not in str(error) and len(str(error)) < 1000, (key, value)
+                n_refused += 1
+    assert n_refused > 9 * len(file.metadata) / 2
+
+
+def test_a_value_of_another_type_names_its_key(tmp_path):
+    meta = {"ARCH.rope.scaling.type": "yarn", "ARCH.rope.scaling.factor": "four"}
+    with pytest.raises(
+        UserError, match=r"m\.gguf: llama.rope.scaling.factor is 'four' \(Expected float, got"
+    ):
+        config_of(tmp_path, LLAMA, meta)

@@ -16,6 +16,7 @@ from checkpoint_examples import LLAMA, OPT, byte_tokenizer, host_params, write_f
 
 from jaxlamina.errors import UserError
 from jaxlamina.weights import convert, open_checkpoint
+from jaxlamina.weights.orbax_io import write_orbax
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,31 @@ def test_restores_in_another_dtype_and_onto_a_sharding(folder):
     for name, x in open_checkpoint(folder).load("bfloat16", sharding).items():
         assert x.dtype == jnp.bfloat16 and x.sharding == sharding
         np.testing.assert_array_equal(np.asarray(x), params[name].astype(jnp.bfloat16), err_msg=name)
+
+
+def written(folder, change):
+    """A model whose last norm is another array."""
+    params = {name: jnp.asarray(x) for name, x in host_params(LLAMA).items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    write_orbax(folder, params | {"model.norm.weight": change(params["model.norm.weight"])})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["int8", "int32", "bool", "complex64", "float8_e4m3fn"])
+def test_weights_that_are_no_floats_are_an_error(tmp_path, kind):
+    with pytest.raises(UserError, match=f"stores weights as {kind}, which is not supported"):
+        open_checkpoint(written(tmp_path / "o", lambda x: x.astype(kind)))
+
+
+@pytest.mark.parametrize("value, dtype", [(1e6, "float16"), (-3.4e38, "bfloat16")])
+def test_a_weight_too_large_for_a_dtype_is_an_error(tmp_path, value, dtype):
+    folder = written(tmp_path / "o", lambda x: x.at[3].set(value))
+    with pytest.raises(UserError, match=f"too large for {dtype}; use .*float32"):
+        open_checkpoint(folder).load(dtype)
+    with pytest.raises(UserError, match=f"too large for {dtype}; use .*float32"):
+        convert(folder, tmp_path / "s", dtype=dtype)
+    assert open_checkpoint(folder).load("float32")["model.norm.weight"][3] == np.float32(value)
 
 
 SHARDED = """

@@ -181,13 +181,17 @@ def write_raw(path, params):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def test_a_weight_too_large_for_float16_is_an_error(tmp_path):
+@pytest.mark.parametrize("value, dtype", [(1e6, "float16"), (-3.4e38, "bfloat16")])
+def test_a_weight_too_large_for_a_dtype_is_an_error(tmp_path, value, dtype):
     params = host_params(LLAMA)
-    params["lm_head.weight"][3, 4] = 1e6
+    params["lm_head.weight"][3, 4] = value
     checkpoint = open_checkpoint(write_folder(tmp_path / "m", LLAMA, params))
-    with pytest.raises(UserError, match="too large for float16; use bfloat16") as error:
-        checkpoint.load("float16")
+    with pytest.raises(UserError, match=f"too large for {dtype}; use .*float32") as error:
+        checkpoint.load(dtype)
     one_line(error)
+    params["lm_head.weight"][3, 4] = np.inf  # as it is stored, so it comes
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", LLAMA, params))
+    assert np.isinf(checkpoint.load(dtype)["lm_head.weight"][3, 4])
 
 
 def test_unknown_dtype_is_an_error(tmp_path):
@@ -262,6 +266,44 @@ def test_names_of_a_base_model_export_get_their_prefix(tmp_path):
     params = host_params(QWEN3)
     bare = {name.removeprefix("model."): x for name, x in params.items()}
     assert_equal_params(open_checkpoint(write_folder(tmp_path / "m", QWEN3, bare)).load(), params)
+
+
+@pytest.mark.parametrize("twice", ["norm.weight", "layers.1.self_attn.q_proj.weight"])
+def test_a_tensor_in_two_spellings_is_an_error(tmp_path, twice):
+    params = host_params(LLAMA)
+    held = params | {twice: params[f"model.{twice}"] + 1}
+    with pytest.raises(UserError, match=f"model.{twice} is there twice, under two names"):
+        open_checkpoint(write_folder(tmp_path / "m", LLAMA, held))
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_experts_and_gates_in_two_spellings_are_an_error(tmp_path, with_model):
+    """A router by mixtral's name and by the model's; experts one by one beside a stack, and beside halves of
+    one."""
+    params = host_params(MIXTRAL)
+    single = dict(unstacked(ModelConfig.from_hf(MIXTRAL), params.items()))
+    gate, up = (f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate", "up"))
+    for i, more in enumerate(
+        (
+            {"model.layers.0.mlp.gate.weight": single["model.layers.0.block_sparse_moe.gate.weight"]},
+            {gate: params[gate]},
+            {"model.layers.0.mlp.experts.gate_up_proj": np.concatenate([params[gate], params[up]], axis=1)},
+        )
+    ):
+        more = {name if with_model else name.removeprefix("model."): x + 1 for name, x in more.items()}
+        with pytest.raises(UserError, match=r"layers\.0\.mlp\..* is there twice, under two names"):
+            open_checkpoint(write_folder(tmp_path / f"m{i}", MIXTRAL, single | more))
+
+
+@pytest.mark.parametrize("shape", [[4, 0, 64], [3_000_000, 1, 0], [0, 2, 2]], ids=str)
+def test_a_stack_of_halves_that_has_none_does_not_fit(tmp_path, shape):
+    """[E, 2F, D]; by a header without data, which must not cost what it claims."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=rf"1 unexpected: {name}"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_tied_head_is_dropped_when_equal_and_an_error_when_not(tmp_path):
@@ -358,8 +400,13 @@ def test_a_flipped_byte_in_the_header_never_escapes_as_another_error(
             "a name occurs twice",
         ),
         (b"[" * 100_000, "corrupt header"),
+        # As many axes take minutes to multiply.
+        (
+            b'{"a": {"dtype": "F32", "shape": [' + b"1, " * 8 + b'1], "data_offsets": [0, 4]}}',
+            "corrupt header",
+        ),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_corrupt_header_is_an_error(tmp_path, header, problem):
     path = tmp_path / "bad.safetensors"
@@ -394,7 +441,7 @@ def test_a_folder_that_lacks_something_says_what(tmp_path):
     with pytest.raises(UserError, match=r"to load a GGUF file give the file, such as .*x\.gguf"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(UserError, match=r"no \*\.safetensors; fetch the weights too"):
+    with pytest.raises(UserError, match=r"no \*\.safetensors: .*fetch the weights too"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="PyTorch pickles and no safetensors"):
@@ -411,13 +458,20 @@ def test_one_file_of_a_folder_names_the_folder(tmp_path):
     folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA))
     with pytest.raises(UserError, match=f"give its folder, {folder}"):
         open_checkpoint(folder / "model.safetensors")
+    (tmp_path / "blobs").mkdir()  # as in the Hub's cache
+    (folder / "model.safetensors").rename(tmp_path / "blobs" / "a1b2")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blobs" / "a1b2")
+    with pytest.raises(UserError, match=f"give its folder, {folder}"):
+        open_checkpoint(folder / "model.safetensors")
 
 
 def test_missing_shards_are_listed(tmp_path):
     folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), n_shards=3)
     for i in (1, 3):
         (folder / f"model-0000{i}-of-00003.safetensors").unlink()
-    with pytest.raises(UserError, match="lacks 2 of 3 shards: model-00001-of-00003.*model-00003-of-00003"):
+    with pytest.raises(
+        UserError, match="lacks 2 of 3 shards that .* names: .model-00001-of-00003.*model-00003-of-00003"
+    ):
         open_checkpoint(folder)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "a.safetensors").write_bytes(b"")
@@ -425,13 +479,32 @@ def test_missing_shards_are_listed(tmp_path):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("index", ['{"weight_map": 3}', "{}", '{"weight_map": {"a": "../x.safetensors"}}'])
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
+    old, new = host_params(LLAMA), host_params(LLAMA, seed=1)
+    folder = write_folder(tmp_path / "m", LLAMA, old, n_shards=2)
+    write_folder(folder, LLAMA, new)  # beside the shards and their index
+    assert_equal_params(open_checkpoint(folder).load(), new)
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+    assert_equal_params(open_checkpoint(folder).load(), new)
+
+
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": 3}', "{}", '{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {}}']
+)
 def test_a_broken_index_is_an_error(tmp_path, index):
     folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), n_shards=2)
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(
         UserError, match=r"model\.safetensors\.index\.json (has no weight_map|names files outside)"
     ):
+        open_checkpoint(folder)
+
+
+def test_a_name_too_long_for_a_file_is_a_missing_shard(tmp_path):
+    folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), n_shards=2)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(UserError, match="lacks 1 of 1 shards"):
         open_checkpoint(folder)
 
 
@@ -456,6 +529,15 @@ def test_what_convert_writes_the_safetensors_package_reads(tmp_path, max_shard_b
     assert again.tokenizer().encode("é</s>") == [0xC3, 0xA9, 257]
     assert again.eos_token_ids == (257,)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["c"]  # no temporary folder is left
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["none", "bytes"])
+def test_convert_keeps_end_tokens(tmp_path, to, tokenizer):
+    """Of generation_config.json, with a tokenizer and without."""
+    folder = write_folder(tmp_path / "m", LLAMA, host_params(LLAMA), tokenizer=tokenizer)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 5, 6]}')
+    assert open_checkpoint(convert(folder, tmp_path / "c", to=to)).eos_token_ids == (257, 5, 6)
 
 
 def test_convert_refuses_before_it_reads(tmp_path):

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from jaxlamina.cli.model_options import Revision, find
-from jaxlamina.options import MODEL_HELP
+from jaxlamina.options import FILES_HELP
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    source: Annotated[str, typer.Argument(help=f"{FILES_HELP}.")],
     target: Annotated[Path, typer.Argument(help="The folder to make; it must not be there yet.")],
     to: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
     dtype: Annotated[

@@ -88,7 +88,7 @@ def _check(path: Path) -> None:
     """``UserError`` for what is no model as far as names tell."""
     if not path.is_dir():
         if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == "config.json":
-            raise UserError(f"{path} is one file of a checkpoint; give its folder, {path.resolve().parent}")
+            raise UserError(f"{path} is one file of a checkpoint; give its folder, {path.absolute().parent}")
         return
     if (path / "config.json").is_file():
         return

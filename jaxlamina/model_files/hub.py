@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,8 @@ def fetch(name: str, revision: str | None = None, *, weights: bool = True) -> Pa
         folder = _snapshot(repository, revision, wanted)
         if weights:
             ModelConfig.from_hf(_read(folder / CONFIG))  # what is not supported is said before gigabytes come
-            index = _read(folder / INDEX_NAME) if INDEX_NAME in sizes else None
-            missing = [
-                path for path in weight_files(repository, sizes, index) if not (folder / path).exists()
-            ]
+            files = weight_files(repository, sizes, lambda: _read(folder / INDEX_NAME))
+            missing = [path for path in files if not (folder / path).exists()]
             if missing:
                 _say(repository, sum(sizes[path] for path in missing))
                 # By the commit, so that a push in between cannot mix two versions.
@@ -82,32 +80,60 @@ def fetch(name: str, revision: str | None = None, *, weights: bool = True) -> Pa
         return folder
 
 
-def weight_files(repository: str, files: Collection[str], index: Mapping[str, Any] | None) -> list[str]:
-    """The safetensors files to fetch: those that the index names, ``model.safetensors``, or the only one.
+def weight_files(
+    where: str | Path, files: Collection[str], index: Callable[[], Mapping[str, Any]]
+) -> list[str]:
+    """Which of ``files``, a folder's or a repository's, hold the weights, as transformers looks for them:
+    ``model.safetensors``, else those that ``index``, the file of that name, names, else the only one.
 
     ``UserError`` that says what there is instead.
     """
-    if index is not None:
-        weight_map = index.get("weight_map")
-        given = weight_map.values() if isinstance(weight_map, dict) else ()
-        named = {path for path in given if isinstance(path, str)}
-        shards = sorted(path for path in files if path in named)
-        if not shards or len(shards) < len(named):
-            raise UserError(f"{repository} lacks shards that its {INDEX_NAME} names: take another revision")
-        return shards
     if SINGLE_NAME in files:
         return [SINGLE_NAME]
+    if INDEX_NAME in files:
+        return _shards(where, files, index().get("weight_map"))
     found = sorted(path for path in files if path.endswith(".safetensors") and "/" not in path)
     if len(found) == 1:
         return found
     if found:
-        raise UserError(f"{repository} has {len(found)} safetensors files and no {INDEX_NAME}")
+        raise UserError(
+            f"{where} has {len(found)} safetensors files and no {INDEX_NAME}: fetch the index too, or take "
+            "another revision"
+        )
     if any(path.endswith((".bin", ".pth", ".pt")) for path in files):
         raise UserError(
-            f"{repository} has PyTorch pickles and no safetensors, which are not read: save it again with "
-            "transformers' save_pretrained, or look for a copy in safetensors or GGUF"
+            f"{where} has PyTorch pickles and no safetensors, which are not read: save it again with "
+            "transformers' save_pretrained(safe_serialization=True), or look for a copy in safetensors or "
+            "GGUF"
         )
-    raise UserError(f"{repository} has no *.safetensors: it is no complete model")
+    raise UserError(
+        f"{where} has a config.json and no *.safetensors: it is no complete model; fetch the weights too"
+    )
+
+
+def _shards(where: str | Path, files: Collection[str], weight_map: Any) -> list[str]:
+    given = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not given or not all(isinstance(name, str) for name in given):
+        raise UserError(
+            f"{where}: {INDEX_NAME} has no weight_map from tensor names to files: fetch it again, or take "
+            "another revision"
+        )
+    shards = sorted(set(given))
+    outside = [name for name in shards if "/" in name]
+    if outside:
+        raise UserError(f"{where}: {INDEX_NAME} names files outside its folder: {_few(outside)}")
+    missing = [name for name in shards if name not in files]
+    if missing:
+        raise UserError(
+            f"{where} lacks {len(missing)} of {len(shards)} shards that its {INDEX_NAME} names: "
+            f"{_few(missing)}; fetch them, or take another revision"
+        )
+    return shards
+
+
+def _few(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - 9} more"] if len(names) > 9 else []
+    return ", ".join([*(repr(name[:100]) for name in names[:9]), *more])
 
 
 def _snapshot(repository: str, revision: str | None, files: list[str]) -> Path:
@@ -169,7 +195,7 @@ def _cached(repository: str, file: str | None, revision: str | None, weights: bo
         raise FileNotFoundError(CONFIG)
     if weights:
         try:
-            weight_files(repository, files, _read(folder / INDEX_NAME) if INDEX_NAME in files else None)
+            weight_files(repository, files, lambda: _read(folder / INDEX_NAME))
         except UserError as error:  # the rest may have been left out when it was fetched
             raise FileNotFoundError(str(error)) from None
     return folder

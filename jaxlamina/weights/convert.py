@@ -78,12 +78,12 @@ def convert(
 def _write_side_files(folder: Path, checkpoint: Checkpoint, dtype_name: str) -> None:
     config = checkpoint.config.to_hf() | {"torch_dtype": dtype_name}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    ends = list(checkpoint.eos_token_ids)
+    if ends:
+        text = json.dumps({"eos_token_id": ends if len(ends) > 1 else ends[0]}, indent=2)
+        (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
     try:
         tokenizer = checkpoint.tokenizer()
     except UserError:
         return  # weights without a tokenizer are a model all the same
     tokenizer.save(folder)
-    ends = list(tokenizer.eos_token_ids)
-    if ends:
-        text = json.dumps({"eos_token_id": ends if len(ends) > 1 else ends[0]}, indent=2)
-        (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")

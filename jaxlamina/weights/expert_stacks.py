@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
-from jaxlamina.weights.fit import Shape
+from jaxlamina.weights.fit import Shape, unique
 from jaxlamina.weights.streaming import Stored, StoredStack, StoredTensor
 
 # What mixtral's files say -> what its model says.
@@ -27,11 +27,12 @@ Entry = tuple[str, StoredTensor]  # an element type, and where the tensor lies
 def stacked(config: ModelConfig, found: Mapping[str, Entry], where: str) -> dict[str, tuple[str, Stored]]:
     """A file's tensors under the model's names, experts in stacks.
 
-    `UserError` names the expert of which a stack's matrix is missing or has another shape than the others'.
+    `UserError` names the expert of which a stack's matrix is missing or has another shape than the others',
+    and what is there twice.
     """
     if not config.n_experts:
         return dict(found)
-    result: dict[str, tuple[str, Stored]] = {}
+    result: list[tuple[str, tuple[str, Stored]]] = []
     stacks: dict[str, dict[int, Entry]] = {}
     for name, (kind, tensor) in found.items():
         own = name.replace(".block_sparse_moe.", ".mlp.")
@@ -41,14 +42,13 @@ def stacked(config: ModelConfig, found: Mapping[str, Entry], where: str) -> dict
             if int(expert) in stack:
                 raise UserError(f"{where}: {name} is there twice, under two names; remove one")
             stack[int(expert)] = kind, tensor
-        elif own.endswith(".mlp.experts.gate_up_proj") and len(tensor.shape) == 3:
+        elif own.endswith(".mlp.experts.gate_up_proj") and _has_halves(tensor.shape, config.n_experts):
             for matrix, part in zip(("gate_proj", "up_proj"), _halves(tensor), strict=True):
-                result[own.replace("gate_up_proj", matrix)] = kind, part
+                result.append((own.replace("gate_up_proj", matrix), (kind, part)))
         else:
-            result[own] = kind, tensor
-    for name, stack in stacks.items():
-        result[name] = _stack(config.n_experts, name, stack, where)
-    return result
+            result.append((own, (kind, tensor)))
+    result += [(name, _stack(config.n_experts, name, stack, where)) for name, stack in stacks.items()]
+    return unique(result, where)
 
 
 def _stack(n_experts: int, name: str, stack: Mapping[int, Entry], where: str) -> tuple[str, StoredStack]:
@@ -64,6 +64,11 @@ def _stack(n_experts: int, name: str, stack: Mapping[int, Entry], where: str) ->
             f"{sorted(map(list, shapes))[:3]} of {', '.join(sorted(kinds)[:3])}; fetch it again"
         )
     return min(kinds), StoredStack(tuple(stack[e][1] for e in range(n_experts)))
+
+
+def _has_halves(shape: Shape, n_experts: int) -> bool:
+    """Else the tensor fits no model; a header of a few bytes may claim millions of experts."""
+    return len(shape) == 3 and shape[0] == n_experts and min(shape) > 0
 
 
 def _halves(tensor: StoredTensor) -> tuple[StoredStack, StoredStack]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 from jaxlamina.errors import UserError
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 # Buffers that old exports carry along; every implementation computes them from the config.
 _BUFFERS = re.compile(
@@ -27,6 +29,16 @@ def model_names(found: Iterable[str], expected: Collection[str]) -> dict[str, st
         name: f"model.{name}" if name not in expected and f"model.{name}" in expected else name
         for name in found
     }
+
+
+def unique(named: Iterable[tuple[str, T]], where: str) -> dict[str, T]:
+    """By the model's names; `UserError` if files have one of them in two spellings."""
+    result: dict[str, T] = {}
+    for name, value in named:
+        if name in result:
+            raise UserError(f"{where}: {name[:200]} is there twice, under two names; remove one")
+        result[name] = value
+    return result
 
 
 def check_fit(expected: Mapping[str, Shape], found: Mapping[str, Shape], where: str) -> None:

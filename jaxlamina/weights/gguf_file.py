@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 
-SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+# Those that tests compare with ggml's own definition.
+SUPPORTED = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+)
 
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"), 1: np.dtype("<i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
@@ -50,17 +55,20 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Metadata and tensor directory, every tensor's bytes known to be in the file.
 
-    Raises `UserError` naming the file if it is no GGUF, is cut short, or uses an unknown tensor type.
+    Raises `UserError` naming the file if it is no GGUF, is cut short, has tensors that do not lie one after
+    the other, or uses an unknown tensor type.
     """
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes < 24:
-            head = path.read_bytes()
-            if head[:4] == b"GGUF":
+        if not path.is_file():  # what a pipe or a device gives need not end
+            raise UserError(f"{path} is no file")
+        with open(path, "rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if file.read(4) != b"GGUF":
+                raise UserError(f"{path} is not a GGUF file")
+            if size_bytes < 24:
                 raise _truncated(path, 24, size_bytes)
-            raise UserError(f"{path} is not a GGUF file")
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data, size_bytes, path))
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(_Cursor(data, size_bytes, path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
@@ -164,8 +172,6 @@ class _Cursor:
 
 def _parse(cursor: _Cursor) -> GgufFile:
     path = cursor.path
-    if cursor.data[:4] != b"GGUF":
-        raise UserError(f"{path} is not a GGUF file")
     cursor.position = 4
     version = cursor.take("<I")
     if version not in (2, 3):
@@ -179,14 +185,15 @@ def _parse(cursor: _Cursor) -> GgufFile:
         metadata[key] = cursor.value(cursor.take("<I"))
     directory = [_tensor_info(cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise cursor.corrupt(f"alignment {alignment!r}")
+    if type(alignment) is not int or alignment < 1:
+        raise cursor.corrupt(f"alignment {str(alignment)[:60]}")
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, shape, type_name, offset, n_bytes in directory:
         if name in tensors:
             raise cursor.corrupt(f"tensor {name} twice")
         tensors[name] = GgufTensor(shape, type_name, start + offset, n_bytes)
+    _check_places(tensors, start, alignment, path)
     end = max((tensor.offset_bytes + tensor.n_bytes for tensor in tensors.values()), default=start)
     if end > cursor.size_bytes:
         lost = sum(t.offset_bytes + t.n_bytes > cursor.size_bytes for t in tensors.values())
@@ -195,6 +202,18 @@ def _parse(cursor: _Cursor) -> GgufFile:
             f"({lost} of {len(tensors)} tensors are cut off); fetch it again"
         )
     return GgufFile(path, metadata, tensors)
+
+
+def _check_places(tensors: Mapping[str, GgufTensor], start: int, alignment: int, path: Path) -> None:
+    """Each tensor begins where the one before it ends, aligned, as llama.cpp also asks of a file."""
+    position = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset_bytes, item[1].n_bytes)):
+        if tensor.offset_bytes != position:
+            raise UserError(
+                f"{path} is corrupt: tensor {name[:64]!r} begins at byte {tensor.offset_bytes}, not "
+                f"{position}; fetch it again"
+            )
+        position += -(-tensor.n_bytes // alignment) * alignment
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:

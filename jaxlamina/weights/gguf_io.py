@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from jaxlamina.dtypes import most_common_dtype
@@ -23,7 +24,7 @@ from jaxlamina.models.causal_lm import CausalLM, with_blocks
 from jaxlamina.models.families import FAMILIES
 from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes
-from jaxlamina.weights.fit import check_fit
+from jaxlamina.weights.fit import check_fit, unique
 from jaxlamina.weights.fused import fused_parts, fused_shapes
 from jaxlamina.weights.gguf_families import GGUF_FAMILIES, GgufFamily, short_float
 from jaxlamina.weights.gguf_file import SUPPORTED, GgufFile, GgufTensor, decoder, read_gguf
@@ -91,6 +92,32 @@ _NEUTRAL_KEYS: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Layers = Annotated[list[bool], msgspec.Meta(min_length=1)]
+# What the values of keys must be, wherever they are read later; `<architecture>.` is left out. Sizes are
+# checked where each is read: older files may lack them, and some have one a layer.
+_KINDS: dict[str, Any] = {
+    "general.architecture": str,
+    "split.count": int,
+    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"), _Number),
+    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), _Number),
+    **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), _Number),
+    **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _Number),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _Number),
+    "attention.layer_norm_rms_epsilon": _Number,
+    "attention.sliding_window": _Count,
+    "attention.sliding_window_pattern": _Count | _Layers,
+    "rope.scaling.type": str,
+    "rope.scaling.original_context_length": _Count,
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), str),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), list[str]),
+    "tokenizer.ggml.token_type": list[int],
+    "tokenizer.ggml.scores": list[float],
+    **{f"tokenizer.ggml.{name}_token_id": int for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    **{f"tokenizer.ggml.add_{name}": bool for name in ("bos_token", "eos_token", "space_prefix")},
+}
+
 
 class GgufCheckpoint(StreamedCheckpoint):
     """One `.gguf` file."""
@@ -125,11 +152,9 @@ class GgufCheckpoint(StreamedCheckpoint):
     def stored(self) -> dict[str, StoredTensor]:
         family = family_of(self._file)
         skipped = (LONG_FACTORS, SHORT_FACTORS) if family.model_type == "phi3" else (ROPE_FACTORS,)
-        found = {
-            hf_name(name, family): (name, tensor)
-            for name, tensor in self._file.tensors.items()
-            if name not in skipped
-        }
+        tensors = self._file.tensors.items()
+        named = ((hf_name(name, family), (name, t)) for name, t in tensors if name not in skipped)
+        found = unique(named, str(self.path))
         shapes = {hf: tensor.shape for hf, (_, tensor) in found.items()}
         expected = expected_shapes(self.config)
         parts = fused_parts(self.config, expected)
@@ -242,8 +267,10 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     """The `config.json` that this file's metadata amounts to.
 
     Raises `UserError` for another architecture, one part of a split file, a missing key, a key that is not
-    known and may change the result, and a `rope_freqs.weight` that is not the llama3 scaling.
+    known and may change the result, a value of another type than its key has, and a `rope_freqs.weight` that
+    is not the llama3 scaling.
     """
+    _check_kinds(file)
     meta, own_family = file.metadata, family_of(file)
     if meta.get("split.count", 0) > 1:
         raise UserError(
@@ -309,7 +336,17 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config |= {"sliding_window": window} if window or family.windows == "all" else {}
     elif window:
         raise UserError(f"{file.path}: {prefix}attention.sliding_window={window} is not supported")
-    return config | own_family.fields(own, config)
+    return config | own_family.fields({**own, "rope.dimension_count": rotary}, config)
+
+
+def _check_kinds(file: GgufFile) -> None:
+    prefix = f"{file.metadata.get('general.architecture')}."
+    for key, value in file.metadata.items():
+        try:
+            msgspec.convert(value, _KINDS.get(key.removeprefix(prefix), Any))
+        except msgspec.ValidationError as error:
+            why = str(error).replace("`", "")
+            raise UserError(f"{file.path}: {key} is {str(value)[:60]!r} ({why}); fetch it again") from None
 
 
 def _reject_unknown(own: Mapping[str, Any], prefix: str, file: GgufFile, family: GgufFamily) -> None:

@@ -101,7 +101,8 @@ def _byte_level_bpe(
     try:
         model = models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=llama3)
     except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
-        raise UserError(f"{where}: the tokenizer's merges do not fit its tokens ({error})") from None
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{where}: the tokenizer's merges do not fit its tokens ({reason})") from None
     inner = tokenizers.Tokenizer(model)
     if name == "qwen2":
         inner.normalizer = normalizers.NFC()  # as Qwen's own tokenizer; llama.cpp leaves it out

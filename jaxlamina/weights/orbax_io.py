@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.dtypes import most_common_dtype
@@ -23,10 +24,11 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights.checkpoint import Checkpoint, Placement, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit
-from jaxlamina.weights.streaming import Progress, target_dtype
+from jaxlamina.weights.streaming import Progress, target_dtype, too_large
 
 PARAMS = "params"
 FILE_LIST = "params.files.json"
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
 
 
@@ -44,6 +46,12 @@ class OrbaxCheckpoint(Checkpoint):
         self.config = ModelConfig.from_hf(read_json(path / "config.json"))
         _check_files(path)
         check_fit(expected_shapes(self.config), {n: s for n, (s, _) in self._stored.items()}, str(path))
+        strange = sorted({kind.name for _, kind in self._stored.values()} - _FLOATS)
+        if strange:
+            raise UserError(
+                f"{path} stores weights as {', '.join(strange)}, which is not supported; supported: "
+                f"{', '.join(sorted(_FLOATS))}"
+            )
 
     @property
     def own_dtype(self) -> str | None:
@@ -86,6 +94,10 @@ class OrbaxCheckpoint(Checkpoint):
                 )
             except Exception as error:  # noqa: BLE001 (Orbax and TensorStore raise what they like)
                 raise self._broken(error) from None
+        for name, x in restored.items():
+            is_narrower = jnp.finfo(dtype).max < jnp.finfo(self._stored[name][1]).max
+            if is_narrower and jnp.isinf(x).any():  # TensorStore's cast says nothing
+                raise too_large(self.path / PARAMS, dtype)
         return dict(restored)
 
     def load(

@@ -19,11 +19,11 @@ import numpy as np
 
 from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
-from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME
+from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME, weight_files
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
 from jaxlamina.weights.expert_stacks import stacked
-from jaxlamina.weights.fit import check_fit, is_buffer, model_names
+from jaxlamina.weights.fit import check_fit, is_buffer, model_names, unique
 from jaxlamina.weights.fused import Parts, fused_parts, fused_shapes
 from jaxlamina.weights.streaming import Stored, StoredTensor
 
@@ -74,7 +74,8 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
         in_files = fused_shapes(expected, parts)
         whole_stacks = stacked(self.config, tensors, str(self.path))
         renamed = model_names(whole_stacks, in_files)
-        found = {renamed[name]: entry for name, entry in whole_stacks.items() if not is_buffer(name)}
+        kept = ((renamed[name], entry) for name, entry in whole_stacks.items() if not is_buffer(name))
+        found = unique(kept, str(self.path))
         if self.config.tie_word_embeddings and "lm_head.weight" not in expected:
             _drop_tied_head(found, self.config)
         check_fit(in_files, {name: tensor.shape for name, (_, tensor) in found.items()}, str(self.path))
@@ -153,13 +154,14 @@ def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=8)]  # a weight's axes; many are minutes of sums
 
 
 class _Entry(msgspec.Struct):
     """A tensor of the header, as it is written."""
 
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: _Shape
     data_offsets: tuple[_Size, _Size]
 
 
@@ -186,40 +188,8 @@ def _undecodable(raw: np.ndarray) -> np.ndarray:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_NAME
-    if index.is_file():
-        return _indexed_files(index)
-    if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files
-    if files:
-        raise UserError(
-            f"{folder} has {len(files)} safetensors files and no {INDEX_NAME}; fetch the index too"
-        )
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise UserError(
-            f"{folder} has PyTorch pickles and no safetensors; save it again with transformers' "
-            "save_pretrained(safe_serialization=True)"
-        )
-    raise UserError(f"{folder} has a config.json and no *.safetensors; fetch the weights too")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{index} has no weight_map from tensor names to files; fetch it again")
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise UserError(f"{index} names files outside its folder: {', '.join(outside)}")
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise UserError(
-            f"{index.parent} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}; fetch them"
-        )
-    return [index.parent / name for name in names]
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    return [folder / name for name in weight_files(folder, files, lambda: read_json(folder / INDEX_NAME))]
 
 
 def _drop_tied_head(found: dict[str, tuple[str, Stored]], config: ModelConfig) -> None:

@@ -196,7 +196,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def cast_into(out: np.ndarray, numbers: np.ndarray, path: Path) -> None:
-    """out[...] = numbers, rounding to nearest; `UserError` where a finite number overflows float16."""
+    """out[...] = numbers, rounding to nearest; `UserError` where a finite number overflows."""
     if numbers.dtype == ml_dtypes.bfloat16 and out.dtype == np.float32:
         # A bfloat16 is the upper half of a float32; the cast of ml_dtypes is twenty times slower.
         np.left_shift(numbers.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
@@ -209,9 +209,16 @@ def cast_into(out: np.ndarray, numbers: np.ndarray, path: Path) -> None:
         with np.errstate(over="raise"):
             np.copyto(out, numbers, casting="unsafe")
     except FloatingPointError:
-        raise UserError(
-            f"{path} has weights too large for {out.dtype.name}; use bfloat16 or float32"
-        ) from None
+        raise too_large(path, out.dtype) from None
+    if out.dtype == ml_dtypes.bfloat16 and numbers.dtype.itemsize > 2:  # the cast of ml_dtypes raises nothing
+        infinite = out.view(np.uint16) & 0x7FFF == 0x7F80
+        if np.isfinite(numbers[infinite]).any():
+            raise too_large(path, out.dtype)
+
+
+def too_large(path: Path, dtype: np.dtype) -> UserError:
+    wider = {"float16": "bfloat16 or float32", "bfloat16": "float32"}.get(dtype.name, "another model")
+    return UserError(f"{path} has weights too large for {dtype.name}; use {wider}")
 
 
 def _open(path: Path) -> Any:
