@@ -356,12 +356,15 @@ class _Ours:
 
     def _until_none_waits(self, asked: Any, params: list[SamplingParams]) -> list[list[int]]:
         """Tokens of those requests that are done one step after the last has begun. Others are ended. The
-        first step, which admits as many as have room, is left out of what is counted."""
+        first step, which admits as many as have room, is left out of what is counted. ``UserError`` where that
+        is all of them."""
         engine, done, last_step, is_full = self._llm.engine, list[list[int]](), -1, False
 
         def look(event: TokenEvent) -> None:
             nonlocal last_step, is_full
             if not is_full:
+                if not engine.scheduler.waiting:
+                    raise _NoneWaits
                 self._begin()
                 is_full = True
             if 0 <= last_step < engine.stats.n_steps:
