@@ -54,14 +54,15 @@ def choice_command(
     shape = shape_of(config, layers)
     if isinstance(shape, str):
         raise UserError("the planner knows no costs of a model of your own: name a shape")
-    from jaxlamina.bench import choice_bench, compared_jobs, machine
+    from jaxlamina.bench import choice_bench, machine
     from jaxlamina.bench.step_bench import dtype_of
 
     dtype_of(dtype)
-    on_gpus = compared_jobs.on_gpus()
+    n_there = n_gpus(os.environ)
+    on_gpus = n_there > 0
     questions, n = _questions(shape, devices, traces, slos, batch, calibration)
-    if on_gpus and n > n_gpus(os.environ):
-        raise UserError(f"--devices {devices}: there are {n_gpus(os.environ)}")
+    if on_gpus and n > n_there:
+        raise UserError(f"--devices {devices}: there are {n_there}")
     words = ["--config", config, "--dtype", dtype, "--rounds", str(rounds)]
     words += [] if layers is None else ["--layers", str(layers)]
     where = machine.describe()

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
-from jaxlamina.process.gpus import MEMORY_SHARE, n_gpus
+from jaxlamina.process.gpus import MEMORY_SHARE, visible_gpus
 
 _GPU_SHARE = "0.92"  # of each GPU's memory: KV fills what weights leave
 _COLLECT_S = 15.0  # for a job to end that was told to
@@ -30,10 +30,6 @@ class ComparedJob:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def on_gpus() -> bool:
-    return n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
-
-
 def launched(a: int, b: int, changes: Sequence[str], *options: str, on_gpus: bool) -> tuple[str, ...]:
     """The words before a command that ``a`` model workers and ``b`` attention workers run, all on devices of
     one kind. ``changes``: of the cluster, as ``--set`` has them."""
@@ -45,8 +41,7 @@ def launched(a: int, b: int, changes: Sequence[str], *options: str, on_gpus: boo
 
 def only(gpus: Sequence[int] | range) -> dict[str, str]:
     """Of the GPUs that this process may use, these."""
-    there = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = there.split(",") if there else [str(i) for i in range(max(gpus) + 1)]
+    names = visible_gpus(os.environ) or [str(i) for i in range(max(gpus) + 1)]
     return {MEMORY_SHARE: _GPU_SHARE, "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in gpus)}
 
 

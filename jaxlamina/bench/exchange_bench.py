@@ -130,8 +130,7 @@ def platforms(text: str) -> tuple[str, str]:
     """Rank 0's and rank 1's platform from "auto", "cpu", "cuda" or "cuda,cpu"; auto is GPUs where there are
     two."""
     if text == "auto":
-        plugin = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
-        text = "cuda" if plugin and n_gpus(os.environ) >= 2 else "cpu"
+        text = "cuda" if n_gpus(os.environ) >= 2 else "cpu"
     parts = text.split(",")
     if len(parts) > 2 or not set(parts) <= {"cpu", "cuda"}:
         raise UserError(f"--platform {text!r} must be auto, cpu, cuda, or one for each rank: cuda,cpu")
