@@ -356,8 +356,8 @@ class _Ours:
 
     def _until_none_waits(self, asked: Any, params: list[SamplingParams]) -> list[list[int]]:
         """Tokens of those requests that are done one step after the last has begun. Others are ended. The
-        first step, which admits as many as have room, is left out of what is counted. ``UserError`` where that
-        is all of them."""
+        first step, which admits as many as have room, is left out of what is counted. ``UserError`` where all
+        have room."""
         engine, done, last_step, is_full = self._llm.engine, list[list[int]](), -1, False
 
         def look(event: TokenEvent) -> None:
