@@ -12,7 +12,7 @@ from benches import bench, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.bench import choice_bench, choice_cli, step_ways
+from jaxlamina.bench import choice_bench, choice_cli, machine, step_ways
 from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, case_of, jobs_of, waves
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
@@ -197,7 +197,12 @@ def test_of_tensor_parallelism_both_ways_are_shown_and_the_faster_counts(
 
 
 def test_a_case_of_one_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    describe = machine.describe
+    monkeypatch.setattr(machine, "describe", lambda *of: done.append("machine") or describe(*of))
+
     def nothing(cases, words, **how):
+        assert done == ["machine"], "its load average is that before the run"
         return choice_bench.ChoiceReport(list(cases), dict(how["left_out"]))
 
     monkeypatch.setattr(choice_bench, "measure", nothing)
