@@ -495,8 +495,8 @@ def _source(options: ThroughputOptions, group: Group | None) -> Any:
 def _prompts(
     sizes: Sequence[Size], vocab_size: int, encode: Callable[[str], Sequence[int]] | None
 ) -> list[list[int]]:
-    """A prompt a size: real text cut to the token, or random ids without a tokenizer. Those are drawn to their
-    own lengths: thousands as long as the longest would fill a host's memory."""
+    """A prompt a size: real text cut to the token, or random ids without a tokenizer. These have their own
+    lengths from the start: thousands as long as the longest could fill a host's memory."""
     if encode is None:
         drawn = (
             passages(1, x.n_prompt, vocab_size=vocab_size, encode=None, seed=i) for i, x in enumerate(sizes)
