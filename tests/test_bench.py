@@ -472,6 +472,22 @@ def test_partitions_without_shares_are_refused() -> None:
     assert "--shares" in refused("step", "--local", "--partitions", "heads")
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--staggered", "2"), ("--mini-batches", "2"), ("--shares", "0,0.5")],
+)
+def test_options_of_a_split_are_refused_without_ranks(option: str, value: str) -> None:
+    found = refused("step", "--config", "smollm2-135m", "--case", "4x16", option, value)
+    assert found.startswith(f"{option} is about attention workers")
+
+
+def test_the_floor_of_staggered_pools_has_the_kv_where_it_is_kept() -> None:
+    """Weights of 10 bytes in all batches, KV of 100, over one model rank and two attention workers."""
+    floors = [step_bench.pools_floor(10, 100, kept, 1, 2) for kept in (0, 0.2, 0.5, 1)]
+    assert floors == [50, 40, 60, 110], "attention workers, attention workers, model rank, model rank"
+    assert step_bench.pools_floor(10, 100, 0.5, 2, 2) == 30
+
+
 def test_what_auto_comes_to_on_one_load() -> None:
     """The balance is told of steps only with the shares that it wants; these have slices of 2 ms."""
     balance, wanted = Balance(Speeds(1e-6, 2e-6, 1e-4), (1, 2)), []

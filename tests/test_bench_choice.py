@@ -12,8 +12,9 @@ from benches import bench, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.bench import choice_bench, step_ways
+from jaxlamina.bench import choice_bench, choice_cli, machine, step_ways
 from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, case_of, jobs_of, waves
+from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import inputs
@@ -109,7 +110,35 @@ def test_what_is_said_of_a_choice() -> None:
     for measured in ((None, 10.0), (10.0, None)):
         pair = [made("a", 4, 10, 10.0, measured[0]), made("b", 1, 40, 11.0, measured[1])]
         lacking = ChoiceCase("z", None, pair)
-        assert lacking.loss is None and not lacking.agrees, "nothing was compared"
+        assert lacking.loss is None and not lacking.agrees and not lacking.is_counted, "nothing was compared"
+
+
+def test_a_plan_above_the_limit_is_no_best_one_and_agrees_with_nothing() -> None:
+    late, slow = made("late", 1, 400, 11.8, 16.0), made("slow", 4, 64, 9.4, 9.5)
+    case = ChoiceCase("x", 0.012, [late, slow])
+    assert case.best is slow and case.loss is None and case.is_counted and not case.agrees
+    case = ChoiceCase("y", 0.012, [slow, late])
+    assert case.best is slow and case.loss == 0 and case.agrees, "more tokens, too late"
+    none = ChoiceCase("z", 0.009, [slow, late])
+    assert none.best is None and none.is_counted and not none.agrees
+
+
+def test_what_is_not_counted_says_why() -> None:
+    chosen, alone = made("a", 4, 10, 10.0, None), made("a", 4, 10, 10.0, 12.0)
+    others = [made("b", 1, 40, 11.0, 10.0)], [made("b", 1, 40, 11.0, None)]
+    late = made("c", 4, 10, 10.0, 50.0)
+    cases = [
+        ChoiceCase("x", None, [chosen, *others[0]]),
+        ChoiceCase("y", None, [alone, *others[1]]),
+        ChoiceCase("late", 0.012, [late, *others[0]]),
+        ChoiceCase("all", 0.001, [late, *others[0]]),
+    ]
+    said = [str(part) for part in choice_cli._parts(choice_bench.ChoiceReport(cases), "t")]
+    assert "late: the first choice, c, is above the limit, and b is not" in said
+    assert "all: the first choice, c, is above the limit, as all are" in said
+    assert "cases that are not counted: 1, of which their first choice was not measured" in said
+    assert "cases that are not counted: 1, of which no other plan was measured" in said
+    assert any("in 0 of 2 cases" in line for line in said)
 
 
 @given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 4))
@@ -168,13 +197,26 @@ def test_of_tensor_parallelism_both_ways_are_shown_and_the_faster_counts(
 
 
 def test_a_case_of_one_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    describe = machine.describe
+    monkeypatch.setattr(machine, "describe", lambda *of: done.append("machine") or describe(*of))
+
     def nothing(cases, words, **how):
+        assert done == ["machine"], "its load average is that before the run"
         return choice_bench.ChoiceReport(list(cases), dict(how["left_out"]))
 
     monkeypatch.setattr(choice_bench, "measure", nothing)
     record, shown = bench("choice", "--devices", "h200=2", "--config", "llama-3-70b", "--split-plans", "0")
     assert record["cases"] == [] and "there is one plan" in record["left_out"]["azure-code"]
+    assert "nothing to choose from" in record["left_out"]["azure-code"]
     assert "in 0 of 0 cases" in shown
+
+
+@pytest.mark.parametrize(("n_split", "there"), [(0, "no unsplit plan"), (1, "one plan, 2 × NVIDIA H200 + 2")])
+def test_that_split_plans_were_cut_off_is_said(n_split: int, there: str) -> None:
+    """No unsplit plan meets the limit."""
+    with pytest.raises(UserError, match=f"{there.replace('+', '.')}.*; --split-plans {n_split} leaves out"):
+        case_of("33B", question("llama-33b", slo_s=0.012), n_split)
 
 
 @pytest.mark.slow  # two jobs, 30 s

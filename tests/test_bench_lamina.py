@@ -11,8 +11,12 @@ from benches import bench, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from test_models import MODELS
+from typer.testing import CliRunner
 
 from jaxlamina import LLM, SamplingParams
+from jaxlamina.bench import lamina_bench, lamina_cli, machine
+from jaxlamina.bench.cli import app
+from jaxlamina.bench.compared_jobs import EndedJob
 from jaxlamina.bench.kv_present import KvPresent
 from jaxlamina.bench.lamina_bench import ComparedJob, ComparedWay, LaminaReport, combined, measure, ways
 from jaxlamina.models import ModelConfig, random_params
@@ -95,6 +99,49 @@ def test_a_job_that_fails_or_is_late_is_left_out_with_its_reason() -> None:
     assert late.left_out == {"late": "not done within 0.1 s"}
 
 
+def test_copies_share_out_what_is_at_once_and_an_interrupted_run_tells_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[dict[str, str]]] = []
+
+    def ended(jobs, within_s):
+        options = [job.words[job.words.index("--max-num-seqs") :] for job in jobs]
+        asked.append([dict(zip(of[::2], of[1::2], strict=False)) for of in options])
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        yield from (EndedJob(0, json.dumps(record(10.0, (5.0, 9.0))), "") for _ in jobs)
+
+    monkeypatch.setattr(lamina_bench, "run_at_once", ended)
+    known = ways(4, [(1, 3)], ["0"], on_gpus=False)
+    chosen = [known[0], known[1], known[2], known[-1]]
+    found = measure(
+        chosen,
+        ["--rounds", "1"],
+        way_s=9,
+        caps={"--max-num-seqs": 1023, "--kv-slots": 4000},
+        not_chosen=[way.name for way in known if way not in chosen],
+    )
+    assert [len(of) for of in asked] == [4, 2, 2], "jobs of a way"
+    assert all((of["--max-num-seqs"], of["--kv-slots"]) == ("255", "1000") for of in asked[0])
+    assert all((of["--max-num-seqs"], of["--kv-slots"]) == ("511", "2000") for of in asked[1])
+    assert [m.way for m in found.measured] == [way.name for way in known[:2]]
+    assert found.left_out == {way.name: "interrupted" for way in chosen[2:]}
+    assert found.unsplit_not_measured == [way.name for way in known[3:5]] + [known[2].name]
+    shown = [str(part) for part in lamina_cli._parts(found, "t")]
+    assert f"another unsplit way may be better: not measured are {known[3].name}; " in "\n".join(shown)
+
+
+def test_the_machine_is_looked_at_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where nothing could be measured that is no success."""
+    done: list[str] = []
+    describe = machine.describe
+    monkeypatch.setattr(machine, "describe", lambda *of: done.append("machine") or describe(*of))
+    monkeypatch.setattr(lamina_bench, "measure", lambda *of, **how: done.append("measured") or LaminaReport())
+    ended = CliRunner().invoke(app, ["lamina", "--gpus", "2"])
+    assert done == ["machine", "measured"] and ended.exit_code == 1
+    assert '"bench": "lamina"' in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -103,12 +150,23 @@ def test_a_job_that_fails_or_is_late_is_left_out_with_its_reason() -> None:
         (["--dataset-name", "sonnet"], "must be one of"),
         (
             ["--gpus", "2", "--ways", "DOP (1, 2); copy"],
-            "are in none of the names: unsplit, 2 copies; unsplit, tensor",
+            "'DOP (1, 2); copy' is in none of the names: unsplit, 2 copies; unsplit, tensor",
         ),
+        (["--gpus", "2", "--ways", "copies;typo"], "--ways: 'typo' is in none of the names"),
+        (["--gpus", "2", "--ways", ""], "--ways: '' is in none of the names"),
+        (["--gpus", "2", "--dtype", "float31"], "dtype='float31' must be one of"),
+        (["--gpus", "2", "--local-attention", "nope,0.5"], "--local-attention 'nope,0.5' must be shares"),
+        (["--gpus", "4", "--max-num-seqs", "3"], "--max-num-seqs 3: 4 copies share it out"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(options: list[str], what: str) -> None:
     assert what in refused("lamina", *options)
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e9", "nan"])
+def test_seconds_of_a_way_have_a_bound(seconds: str) -> None:
+    ended = CliRunner().invoke(app, ["lamina", "--gpus", "2", "--way-s", seconds])
+    assert ended.exit_code == 2 and "Invalid value for '--way-s'" in ended.output
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -162,6 +220,8 @@ def test_pools_beside_copies_and_tensor_parallelism(tmp_path: Path) -> None:
     assert n_requests == [[4, 4], [8], [8], [8], [8]]
     n_output = {sum(job["results"]["ours"][0]["n_output"] for job in jobs) for jobs in found["jobs"].values()}
     assert len(n_output) == 1  # the same requests in each way
+    at_once = [[job["max_num_seqs"] for job in jobs] for jobs in found["jobs"].values()]
+    assert at_once == [[2, 2], [4], [4], [4], [4]]
     for row in found["results"]:
         assert row["output_per_s"] > 0 and 0 < row["tbt_ms"][0] <= row["tbt_ms"][1] and row["devices"]
     assert max(row["ratio_to_unsplit"] for row in found["results"][:3]) == 1 and "exchange" in shown

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from benches import bench
 from checkpoint_examples import tiny_words_folder
+from typer.testing import CliRunner
 
+from jaxlamina.bench import recovery_bench
+from jaxlamina.bench.cli import app
 from jaxlamina.bench.job_processes import find
+from jaxlamina.bench.loads import Size
 from jaxlamina.bench.recovery_bench import supervised_command
 from jaxlamina.errors import UserError
 
@@ -32,6 +37,25 @@ def test_what_is_not_there_cannot_be_struck() -> None:
         find("prefill", os.getpid(), workers)
     with pytest.raises(UserError, match="--whom model: no such process"):
         find("model", os.getpid(), workers)
+
+
+def test_faults_before_one_that_fails_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server; the second fault is one that its streams are too short for."""
+    strike = recovery_bench._Bench.strike
+
+    async def short(self, fault: str, whom: str, number: int):
+        size = Size(40, 900 if number == 0 else 21)
+        self._load = recovery_bench.RecoveryLoad(3, size, 20)
+        return await strike(self, fault, whom, number)
+
+    monkeypatch.setattr(recovery_bench._Bench, "strike", short)
+    folder = tiny_words_folder(tmp_path, max_position_embeddings=2048)
+    command = ["--", "serve", "--model", str(folder), "--max-num-seqs", "4", "--max-model-len", "1000"]
+    words = ["recovery", "--times", "3", "--deadline", "60", *command, "--no-warm-up"]
+    ended = CliRunner().invoke(app, words)
+    record = json.loads(ended.stdout.splitlines()[-1])
+    assert ended.exit_code == 1 and len(record["faults"]) == 1 and "killed by SIGKILL" in ended.stdout
+    assert record["failed"].startswith("fault 2 of 3: streams ended") and record["failed"] in ended.stdout
 
 
 def test_a_server_is_struck(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def test_a_steady_run_ends_when_no_request_waits(folder: Path) -> None:
         assert run["n_requests"] == 8 and run["batch"] > 3.5 and run["most_at_once"] == 4
         assert 76 <= run["n_output"] <= 86 and run["n_prompt"] == 7 * 7  # without the first four
     assert "ask for more" in refused("throughput", *options, "--num-prompts", "4")
+    options[options.index("10")] = "1"
+    found = refused("throughput", *options, "--num-prompts", "4")
+    assert "ask for more" in found, "requests that are done in their first step waited no more"
 
 
 def test_a_padded_kv_cache_of_the_same_bytes_has_smaller_batches(folder: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxlamina.bench import calibrate_bench
 from jaxlamina.cli.main import main
+from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner.calibration import DeviceCalibration
 from jaxlamina.planner.costs import Deployment, step_cost
@@ -49,6 +52,13 @@ def test_a_file_that_cannot_be_written_is_said_before_minutes_go_by(tmp_path, ca
 def test_a_model_of_ones_own_has_no_price(capsys):
     assert main(["bench", "calibrate", "--config", "plain_llama:llama_8b"]) == 2
     assert "operators of which no price is known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [{"dop": (2, 0), "tensor_parallel": 2}, {"dop": (2, 1)}])
+def test_ranks_that_do_not_split_its_steps_are_refused(how):
+    ranks = SimpleNamespace(cluster=Cluster(**how), device=jax.devices()[0])
+    with pytest.raises(UserError, match="^bench calibrate splits .* none for unsplit steps alone$"):
+        calibrate_bench.measure("llama", model_config("llama-3-8b"), group=ranks)
 
 
 def test_attention_by_one_of_our_own_kernels():

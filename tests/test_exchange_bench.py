@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from benches import bench, refused
+from typer.testing import CliRunner
 
 from jaxlamina.bench import exchange_bench
+from jaxlamina.bench.cli import app
 from jaxlamina.bench.exchange_bench import ExchangePeer, ExchangeReport, Point
 from jaxlamina.bench.exchange_cli import _parts, _title
 from jaxlamina.bench.exchange_ranks import RankError
@@ -135,10 +137,30 @@ def test_bad_options_are_found_before_anything_starts(options, message):
     assert message in refused("exchange", *options)
 
 
+@pytest.mark.parametrize("link", ["inf", "nan", "0"])
+def test_a_link_has_a_rate(link):
+    ended = CliRunner().invoke(app, ["exchange", "--link", link])
+    assert ended.exit_code == 2 and "Invalid value for '--link'" in ended.output
+
+
 def test_the_limit_is_that_of_the_gpus():
     assert exchange_bench._limit(None, ["NVIDIA H200", "NVIDIA H200"]) == ("NVLink of a H200, one way", 450e9)
     assert exchange_bench._limit(None, ["NVIDIA H200", "cpu"])[0] == "one core's memory copies"
     assert exchange_bench._limit(7e9, ["NVIDIA H200"] * 2) == ("the link, as given", 7e9)
+    assert exchange_bench._limit(None, ["NVIDIA H20"] * 2) == ("NVLink of a H20, one way", 450e9)
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GH200 480GB"):
+        assert exchange_bench._limit(None, [kind] * 2)[0].startswith("NVLink of a ")
+    for kind in (
+        "NVIDIA H100 PCIe",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA H100 NVL",
+        "NVIDIA L40S",
+        "NVIDIA A800",
+    ):
+        limit, rate = exchange_bench._limit(None, [kind] * 2)
+        points = [Point("xla", size, 10, (10.0,)) for size in (4096, 64 * 2**20)]
+        found = ExchangeReport({"xla": [kind] * 2}, points, 3, limit, rate, {}).aims()
+        assert [aim["size_bytes"] for aim in found] == [4096], "a host's copies are no aim of a link"
 
 
 def test_aims_are_those_of_xla_between_gpus(capsys):

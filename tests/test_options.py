@@ -76,6 +76,8 @@ BY_COMMAND = {
     "--local-share": "of a drawn schedule's attention, or of a simulated setup's KV",
     "--partition": "a simulated setup says what auto stands for",
     "--figure": "of what was measured, or of what formulas give",
+    "--max-num-seqs": "of bench lamina's ways, whose copies share it out",
+    "--kv-slots": "of bench lamina's ways, whose copies share it out",
 }
 
 

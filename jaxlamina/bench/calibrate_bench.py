@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxlamina.bench import exchange_bench, kernels_bench, machine, step_bench, step_ways
 from jaxlamina.bench.exchange_ranks import RankError
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.models import ModelConfig
 from jaxlamina.planner import inputs
 from jaxlamina.planner.calibration import DeviceCalibration
@@ -82,8 +83,11 @@ def measure(
     began = time.perf_counter()
     device = jax.local_devices()[0] if group is None else group.device
     sizes, where = sizes or sizes_of(device), machine.describe(("mpi4jax",))
-    if group is not None and (group.cluster.pipeline_parallel > 1 or group.cluster.n_replicas > 1):
-        raise UserError("bench calibrate splits steps over one replica of the model, without a pipeline")
+    if group is not None and not _can_split(group.cluster):
+        raise UserError(
+            "bench calibrate splits steps over one replica of the model, without a pipeline, and attention "
+            "workers: start such ranks, or none for unsplit steps alone"
+        )
     left_out: dict[str, str] = {}
     found, read = _steps(name, shape, sizes, where, group, n_rounds, left_out, on_progress)
     if not found:
@@ -101,6 +105,10 @@ def measure(
         fitted.terms, fitted.links, _device_name(device, where), where.versions, where.date, points
     )
     return Calibrated(calibration, evidence, left_out, time.perf_counter() - began)
+
+
+def _can_split(cluster: Cluster) -> bool:
+    return cluster.pipeline_parallel == cluster.n_replicas == 1 and cluster.n_attention > 0
 
 
 def _device_name(device: jax.Device, where: machine.Machine) -> str:

@@ -99,28 +99,39 @@ class ChoiceCase:
     def chosen(self) -> Candidate:
         return self.candidates[0]
 
+    def is_late(self, one: Candidate) -> bool:
+        """Whether it was measured to miss the limit of TPOT."""
+        return self.slo_s is not None and (one.measured_ms or 0.0) > 1e3 * self.slo_s
+
     @property
     def best(self) -> Candidate | None:
-        """The one that was measured to write most tokens a second."""
-        return max(self.measured, key=lambda one: one.measured_tokens_s or 0.0, default=None)
+        """Of those that meet the limit the one that was measured to write most tokens a second."""
+        in_time = [one for one in self.measured if not self.is_late(one)]
+        return max(in_time, key=lambda one: one.measured_tokens_s or 0.0, default=None)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the chosen plan was measured, and something to compare it with."""
+        return self.chosen.measured_ms is not None and len(self.measured) > 1
 
     @property
     def loss(self) -> float | None:
         """How many tokens a second fewer the chosen plan writes than the best one, relative; None where the
-        chosen plan, or every other one, was not measured."""
+        case is not counted, or the chosen plan misses the limit."""
         chosen, best = self.chosen.measured_tokens_s, self.best
-        if chosen is None or best is None or len(self.measured) < 2:
+        if not self.is_counted or self.is_late(self.chosen) or chosen is None or best is None:
             return None
         return 1 - chosen / (best.measured_tokens_s or 0.0)
 
     @property
     def agrees(self) -> bool:
-        """Whether the first choice is the measured best, or within `LOSS_AIM` of it."""
+        """Whether the first choice meets the limit, and is the measured best or within `LOSS_AIM` of it."""
         return self.loss is not None and self.loss <= LOSS_AIM
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "case": self.name, "slo_s": self.slo_s, "loss": self.loss,
+            "case": self.name, "slo_s": self.slo_s, "counted": self.is_counted, "agrees": self.agrees,
+            "loss": self.loss,
             "best": None if self.best is None else self.best.name,
             "candidates": [one.to_dict() for one in self.candidates],
         }  # fmt: skip
@@ -148,7 +159,10 @@ def case_of(name: str, question: Question, n_split: int, within: float = 1.0) ->
     plans = [*found.whole, *list(pools.values())[:n_split]]
     made = sorted((Candidate.of(plan, context) for plan in plans), key=lambda one: -one.predicted_tokens_s)
     if len(made) < 2:
-        raise UserError(f"there is one plan for these devices, {made[0].name}, and nothing to choose from")
+        there = f"one plan, {made[0].name}" if made else "no unsplit plan"
+        n_cut = max(0, len(pools) - n_split)
+        cut = f"--split-plans {n_split} leaves out {n_cut} split: give more"
+        raise UserError(f"for these devices there is {there}; {cut if n_cut else 'nothing to choose from'}")
     least = (1 - within) * made[0].predicted_tokens_s
     near = made[:2] + [one for one in made[2:] if one.predicted_tokens_s >= least]
     return ChoiceCase(name, question.slo_s, near)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, WayS, option, shape_of
+from jaxlamina.bench.flags import AsJson, Config, DType, Layers, RoundsOfEach, WayS, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import n_gpus
@@ -45,7 +45,7 @@ def choice_command(
             "Leave out what is predicted to be worse than the first choice by more than this.", min=0, max=1
         ),
     ] = 0.3,
-    rounds: Rounds = 3,
+    rounds: RoundsOfEach = 3,
     way_s: WayS = 900.0,
     as_json: AsJson = False,
 ) -> None:
@@ -54,16 +54,18 @@ def choice_command(
     shape = shape_of(config, layers)
     if isinstance(shape, str):
         raise UserError("the planner knows no costs of a model of your own: name a shape")
-    from jaxlamina.bench import choice_bench, compared_jobs, machine
+    from jaxlamina.bench import choice_bench, machine
     from jaxlamina.bench.step_bench import dtype_of
 
     dtype_of(dtype)
-    on_gpus = compared_jobs.on_gpus()
+    n_there = n_gpus(os.environ)
+    on_gpus = n_there > 0
     questions, n = _questions(shape, devices, traces, slos, batch, calibration)
-    if on_gpus and n > n_gpus(os.environ):
-        raise UserError(f"--devices {devices}: there are {n_gpus(os.environ)}")
+    if on_gpus and n > n_there:
+        raise UserError(f"--devices {devices}: there are {n_there}")
     words = ["--config", config, "--dtype", dtype, "--rounds", str(rounds)]
     words += [] if layers is None else ["--layers", str(layers)]
+    where = machine.describe()
     with progress() as on_progress:
         on_progress("planning")
         cases, alone = [], dict[str, str]()
@@ -83,9 +85,7 @@ def choice_command(
         )
     record: dict[str, Any] = {"model": config, "n_layers": layers, "dtype": dtype, "devices": devices}
     parts = _parts(found, f"{config}, {dtype}, {devices}")
-    tell(
-        "choice", record | {"on_gpus": on_gpus} | found.to_dict(), machine.describe(), parts, as_json=as_json
-    )
+    tell("choice", record | {"on_gpus": on_gpus} | found.to_dict(), where, parts, as_json=as_json)
 
 
 def _questions(
@@ -159,20 +159,18 @@ def _parts(found: ChoiceReport, title: str) -> Iterator[Part]:
             title="Of plans with two ways the faster counts",
             section=lambda row: row[0].name,
         )
-    counted = [case for case in found.cases if case.loss is not None]
+    counted = [case for case in found.cases if case.is_counted]
     for case in counted:
-        assert case.best is not None and case.loss is not None
-        what = "the best" if case.best is case.chosen else f"{case.loss:.1%} below {case.best.name}"
-        yield f"{case.name}: the first choice, {case.chosen.name}, is {what}"
+        yield f"{case.name}: the first choice, {case.chosen.name}, is {_said_of(case)}"
     n_agree = sum(case.agrees for case in counted)
     yield (
-        f"the first choice is the measured best, or within {LOSS_AIM:.0%} of it, in {n_agree} of "
-        f"{len(counted)} cases"
+        f"the first choice meets the limit, and is the measured best or within {LOSS_AIM:.0%} of it, in "
+        f"{n_agree} of {len(counted)} cases"
     )
-    if len(counted) < len(found.cases):
-        yield dim(
-            f"{len(found.cases) - len(counted)} cases are not counted: their first choice was not measured"
-        )
+    lacking = [case.chosen.measured_ms is None for case in found.cases if not case.is_counted]
+    for of_chosen, what in ((True, "their first choice"), (False, "no other plan")):
+        if n := lacking.count(of_chosen):
+            yield dim(f"cases that are not counted: {n}, of which {what} was{' not' * of_chosen} measured")
     yield from left_out(found.left_out)
 
 
@@ -180,5 +178,14 @@ def _mark(row: tuple[ChoiceCase, Candidate]) -> str:
     case, one = row
     words = ["first choice"] if one is case.chosen else []
     words += ["best"] if one is case.best else []
-    late = case.slo_s is not None and one.measured_ms is not None and one.measured_ms > 1e3 * case.slo_s
-    return ", ".join([*words, *(["above the limit"] if late else [])])
+    words += ["above the limit"] if case.is_late(one) else []
+    return ", ".join(words)
+
+
+def _said_of(case: ChoiceCase) -> str:
+    """Of the first choice of a case that is counted."""
+    best = case.best
+    if case.loss is None:
+        return "above the limit, " + ("as all are" if best is None else f"and {best.name} is not")
+    assert best is not None
+    return "the best" if best is case.chosen else f"{case.loss:.1%} below {best.name}"

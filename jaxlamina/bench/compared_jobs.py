@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from jaxlamina.process.gpus import MEMORY_SHARE, n_gpus
+from jaxlamina.process.gpus import MEMORY_SHARE, visible_gpus
 
 _GPU_SHARE = "0.92"  # of each GPU's memory: KV fills what weights leave
 _COLLECT_S = 15.0  # for a job to end that was told to
@@ -28,10 +30,6 @@ class ComparedJob:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def on_gpus() -> bool:
-    return n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
-
-
 def launched(a: int, b: int, changes: Sequence[str], *options: str, on_gpus: bool) -> tuple[str, ...]:
     """The words before a command that ``a`` model workers and ``b`` attention workers run, all on devices of
     one kind. ``changes``: of the cluster, as ``--set`` has them."""
@@ -43,8 +41,7 @@ def launched(a: int, b: int, changes: Sequence[str], *options: str, on_gpus: boo
 
 def only(gpus: Sequence[int] | range) -> dict[str, str]:
     """Of the GPUs that this process may use, these."""
-    there = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = there.split(",") if there else [str(i) for i in range(max(gpus) + 1)]
+    names = visible_gpus(os.environ) or [str(i) for i in range(max(gpus) + 1)]
     return {MEMORY_SHARE: _GPU_SHARE, "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in gpus)}
 
 
@@ -64,39 +61,55 @@ class EndedJob(NamedTuple):
     err: str
 
 
+class StartedJob(NamedTuple):
+    """A process, and the files that it writes to: nobody has to read for it to go on."""
+
+    process: subprocess.Popen[bytes]
+    out: IO[str]
+    err: IO[str]
+
+
 def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[EndedJob]:
     """Starts all; gives each as it ended, in their order. Closed before that, it ends the others."""
     until = time.monotonic() + within_s
-    started: list[subprocess.Popen[str]] = []
+    started: list[StartedJob] = []
     try:
-        started += [start(job) for job in jobs]
-        for process in started:
-            try:
-                out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
-                yield EndedJob(process.returncode, out, err)
-            except subprocess.TimeoutExpired:
-                yield EndedJob(None, "", end(process))
+        for job in jobs:
+            started.append(start(job))
+        for one in started:
+            with suppress(subprocess.TimeoutExpired):
+                one.process.wait(max(0.0, until - time.monotonic()))
+            code = one.process.poll()
+            end(one.process)
+            yield EndedJob(code, _written(one.out), _written(one.err))
     finally:
-        for process in started:
-            end(process)
+        for one in started:
+            end(one.process)
 
 
-def start(job: ComparedJob) -> subprocess.Popen[str]:
+def start(job: ComparedJob) -> StartedJob:
     words = [sys.executable, "-m", "jaxlamina", *job.words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(words, env={**os.environ, **job.environment}, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    out, err = (tempfile.TemporaryFile("w+", errors="replace") for _ in range(2))  # noqa: SIM115 (closed when read)
+    environment = {**os.environ, **job.environment}
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+    return StartedJob(process, out, err)
 
 
-def end(process: subprocess.Popen[str]) -> str:
-    """What it said on the way, if it has not ended yet."""
+def _written(file: IO[str]) -> str:
+    with file:
+        file.seek(0)
+        return file.read()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
-        return ""
+        return
     process.terminate()
     try:
-        return process.communicate(timeout=_COLLECT_S)[1]
+        process.wait(_COLLECT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.communicate()[1]
+        process.wait()
 
 
 def reason(said: str) -> str:

@@ -32,7 +32,7 @@ def exchange_command(
         str, option("auto (GPUs where there are two), cpu, cuda, or rank 0's and rank 1's: cuda,cpu.")
     ] = "auto",
     link: Annotated[
-        float | None, option("What the link can do one way, in GB/s, to compare with.", min=0.001)
+        float | None, option("What the link can do one way, in GB/s, to compare with.", min=0.001, max=10**6)
     ] = None,
     figure: Figure = None,
     as_json: AsJson = False,

@@ -20,8 +20,12 @@ def option(help: str, *flags: str, **how: Any) -> Any:
 
 AsJson = Annotated[bool, option("Only the line of JSON on stdout, no tables.", "--json")]
 Rounds = Annotated[int, option("Timed rounds, in which what is compared takes turns.", min=1)]
+RoundsOfEach = Annotated[
+    int, option("Timed rounds of each job that is compared, one after another; medians count.", min=1)
+]
 WayS = Annotated[
-    float, option("Seconds for each job that is compared, with its start and its compiling.", min=1)
+    float,
+    option("Seconds for each job that is compared, with its start and its compiling.", min=1, max=10**6),
 ]
 Seed = Annotated[int, option("Of drawn lengths and arrivals.", min=0)]
 Figure = Annotated[Path | None, option("Draw what was measured: a .svg, .png or .pdf.")]

@@ -49,9 +49,17 @@ class WayMeasured:
 
 @dataclass
 class LaminaReport:
+    """``not_chosen``: ways that there are, and that nobody asked for."""
+
     measured: list[WayMeasured] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    not_chosen: Sequence[str] = ()
+
+    @property
+    def unsplit_not_measured(self) -> list[str]:
+        """Ways that may be better than the best one without a split."""
+        return [name for name in (*self.not_chosen, *self.left_out) if name.startswith("unsplit")]
 
     @property
     def best_homogeneous(self) -> WayMeasured | None:
@@ -65,7 +73,8 @@ class LaminaReport:
 
     def to_dict(self) -> dict[str, Any]:
         rows = [m.to_dict() | {"ratio_to_unsplit": self.ratio(m)} for m in self.measured]
-        return {"results": rows, "left_out": self.left_out, "jobs": self.records}
+        found = {"results": rows, "left_out": self.left_out, "jobs": self.records}
+        return found | {"unsplit_not_measured": self.unsplit_not_measured}
 
 
 def ways(
@@ -101,14 +110,21 @@ def measure(
     options: Sequence[str],
     *,
     way_s: float,
+    caps: Mapping[str, int] = {},
+    not_chosen: Sequence[str] = (),
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> LaminaReport:
-    """Each way in turn, of at most ``way_s`` seconds. ``options``: of `bench throughput`. What fails or is
-    late is left out, with its reason."""
-    report = LaminaReport()
+    """Each way in turn, of at most ``way_s`` seconds. ``options``: of `bench throughput`, and ``caps`` those
+    of them that a way's jobs share out. What fails or is late is left out, with its reason."""
+    report = LaminaReport(not_chosen=not_chosen)
     for i, way in enumerate(compared):
         on_progress(f"{i + 1} of {len(compared)}: {way.name}")
-        records = _run(way, options, way_s)
+        shared = [word for name, cap in caps.items() for word in (name, str(cap // len(way.jobs)))]
+        try:
+            records = _run(way, [*options, *shared], way_s)
+        except KeyboardInterrupt:  # of hours of measuring, what there is already is told
+            report.left_out |= {later.name: "interrupted" for later in compared[i:]}
+            break
         if isinstance(records, str):
             report.left_out[way.name] = records
             on_progress(f"{way.name} is left out: {records}")

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, Seed, WayS, option, shape_of
-from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
+import typer
+
+from jaxlamina.bench.flags import AsJson, Config, DType, Layers, RoundsOfEach, Seed, WayS, option, shape_of
+from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, warning
 from jaxlamina.bench.serve_cli import DRAWN
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from jaxlamina.bench.lamina_bench import ComparedWay, LaminaReport
 
 
-DEFAULT_AT_ONCE = 512  # of each job: memory is to be the limit
+DEFAULT_AT_ONCE = 2048  # memory is to be the limit
 
 
 def lamina_command(
@@ -37,12 +39,19 @@ def lamina_command(
     dataset_name: Annotated[str, option(f"Lengths: {', '.join(DRAWN)}.")] = "azure-conversation",
     num_prompts: Annotated[
         int, option("Requests, which all ways share out or have.", min=1, max=model_options.MOST_REQUESTS)
-    ] = 256,
-    max_num_seqs: model_options.MaxNumSeqs = None,
+    ] = 2 * DEFAULT_AT_ONCE,
+    max_num_seqs: Annotated[
+        int, option("Requests of a way at once, at most, which its copies share out.", min=1)
+    ] = DEFAULT_AT_ONCE,
     max_model_len: Annotated[
         int | None, option("Draw no longer requests. Default: the model's length.", min=2)
     ] = None,
-    kv_slots: model_options.KvSlots = None,
+    kv_slots: Annotated[
+        int | None,
+        option(
+            "Tokens of KV of a way, which its copies share out. Default: what memory has room for.", min=1
+        ),
+    ] = None,
     with_prefill: Annotated[
         bool, option("Compute prompts, too. Default: their KV is taken to be there.", "--with-prefill")
     ] = False,
@@ -50,7 +59,7 @@ def lamina_command(
         bool,
         option("Measure until no request waits any more, or until all are done.", "--steady/--to-the-end"),
     ] = True,
-    rounds: Rounds = 2,
+    rounds: RoundsOfEach = 2,
     profile_s: Annotated[
         float, option("Record so many seconds of one more run: pools' bubbles. 0: none.", min=0)
     ] = 0.0,
@@ -67,28 +76,43 @@ def lamina_command(
     """The papers' comparison (Lamina 2025, Figures 10 and 11): a model over two pools, beside the same model
     unsplit on as many devices: copies, and tensor parallelism. Random weights, requests of a trace."""
     shape_of(config, layers)
-    from jaxlamina.bench import compared_jobs, lamina_bench, machine
+    from jaxlamina.bench import lamina_bench, machine
+    from jaxlamina.bench.step_bench import dtype_of
+    from jaxlamina.bench.step_ways import shares_of
 
-    on_gpus = compared_jobs.on_gpus()
-    n = gpus or (n_gpus(os.environ) if on_gpus else 2)
-    if on_gpus and n > n_gpus(os.environ):
-        raise UserError(f"--gpus {n}: there are {n_gpus(os.environ)}")
+    dtype_of(dtype)
+    n_there = n_gpus(os.environ)
+    on_gpus = n_there > 0
+    n = gpus or n_there or 2
+    if on_gpus and n > n_there:
+        raise UserError(f"--gpus {n}: there are {n_there}")
     if n < 2:
         raise UserError("a split takes two devices, and there is one")
     dops = [_dop(text, n) for text in dop or [f"1,{n - 1}"]]
     if dataset_name not in DRAWN:
         raise UserError(f"--dataset-name {dataset_name!r} must be one of {', '.join(DRAWN)}")
-    shares = [share.strip() for share in local_attention.split(",")]
+    shares = [
+        f"{x}" if isinstance(x, str) else f"{x:g}" for x in shares_of(local_attention, "--local-attention")
+    ]
+    caps = {"--max-num-seqs": max_num_seqs} | ({} if kv_slots is None else {"--kv-slots": kv_slots})
+    for name, cap in caps.items():
+        if cap < n:
+            raise UserError(f"{name} {cap}: {n} copies share it out, so it must be at least {n}")
     words = ["--config", config, "--dtype", dtype, "--dataset-name", dataset_name]
     words += ["--num-prompts", str(num_prompts), "--rounds", str(rounds), "--seed", str(seed)]
-    words += ["--max-num-seqs", str(max_num_seqs or DEFAULT_AT_ONCE), "--profile-s", str(profile_s)]
-    for name, value in (("layers", layers), ("max-model-len", max_model_len), ("kv-slots", kv_slots)):
+    words += ["--profile-s", str(profile_s)]
+    for name, value in (("layers", layers), ("max-model-len", max_model_len)):
         words += [] if value is None else [f"--{name}", str(value)]
     words += [] if with_prefill else ["--kv-present"]
     words += ["--steady"] if steady else []
-    compared = _chosen(lamina_bench.ways(n, dops, shares, on_gpus=on_gpus), ways)
+    known = lamina_bench.ways(n, dops, shares, on_gpus=on_gpus)
+    compared = _chosen(known, ways)
+    not_chosen = [way.name for way in known if way not in compared]
+    where = machine.describe()
     with progress() as on_progress:
-        found = lamina_bench.measure(compared, words, way_s=way_s, on_progress=on_progress)
+        found = lamina_bench.measure(
+            compared, words, way_s=way_s, caps=caps, not_chosen=not_chosen, on_progress=on_progress
+        )
     record = {
         "model": config,
         "n_layers": layers,
@@ -97,21 +121,27 @@ def lamina_command(
         "on_gpus": on_gpus,
         "dataset_name": dataset_name,
         "num_prompts": num_prompts,
+        "max_num_seqs": max_num_seqs,
         "with_prefill": with_prefill,
         "steady": steady,
         "seed": seed,
     }
     parts = _parts(found, f"{config}, {dtype}, {num_prompts} requests of {dataset_name}, {n} devices")
-    tell("lamina", record | found.to_dict(), machine.describe(), parts, as_json=as_json)
+    tell("lamina", record | found.to_dict(), where, parts, as_json=as_json)
+    if not found.measured:
+        raise typer.Exit(1)
 
 
 def _chosen(compared: list[ComparedWay], ways: str | None) -> list[ComparedWay]:
     if ways is None:
         return compared
     words = [word.strip() for word in ways.split(";") if word.strip()]
-    if found := [way for way in compared if any(word in way.name for word in words)]:
-        return found
-    raise UserError(f"--ways {ways!r} are in none of the names: {'; '.join(way.name for way in compared)}")
+    names = [way.name for way in compared]
+    wrong = [word for word in words if not any(word in name for name in names)]
+    if wrong or not words:
+        what = "; ".join(wrong) or ways
+        raise UserError(f"--ways: {what!r} is in none of the names: {'; '.join(names)}")
+    return [way for way in compared if any(word in way.name for word in words)]
 
 
 def _dop(text: str, n_devices: int) -> tuple[int, int]:
@@ -122,10 +152,11 @@ def _dop(text: str, n_devices: int) -> tuple[int, int]:
 
 
 def _parts(found: LaminaReport, title: str) -> Iterator[Part]:
+    lacking = found.unsplit_not_measured
     columns: Columns = (
         ("way", lambda m: m.way, "<"),
         ("output tok/s", lambda m: m.output_per_s, ",.1f"),
-        ("/ best unsplit", found.ratio, ".3f"),
+        ("/ best unsplit measured" if lacking else "/ best unsplit", found.ratio, ".3f"),
         ("batch", lambda m: m.batch, ".1f"),
         ("most", lambda m: m.most_at_once, ""),
         ("KV slots", lambda m: m.kv_slots, ","),
@@ -146,4 +177,6 @@ def _parts(found: LaminaReport, title: str) -> Iterator[Part]:
         "batch: sequences that got a token, mean over steps; most: that ran at once; copies: sums, and the "
         "slowest one's times"
     )
+    if lacking:
+        yield warning(f"another unsplit way may be better: not measured are {'; '.join(lacking)}")
     yield from left_out(found.left_out)

@@ -91,10 +91,11 @@ def measure(
     deadline_s: float,
     standing_by_s: float = 0.0,
     on_progress: Callable[[str], object] = lambda what: None,
-) -> list[Struck]:
+) -> tuple[list[Struck], str | None]:
     """One server of ``command`` (`supervised_command`), which is struck so many times, with new streams each
     time. ``deadline_s``: for whatever is waited for. ``standing_by_s``: what a spare has before streams
-    begin. ``UserError`` for what is not in time, or fails."""
+    begin. Also why there are fewer than ``times``, where a later one is not in time, or fails; ``UserError``
+    for the first one."""
     lines: list[tuple[float, str]] = []
 
     def note(line: str) -> None:
@@ -106,11 +107,16 @@ def measure(
         url = server.wait_for("serving ", deadline_s).rpartition(" at ")[2]
         spare_s = standing_by_s if _has_spare(command) else None
         bench = _Bench(server, url, load, lines, deadline_s, spare_s)
-        found = []
+        found: list[Struck] = []
         for i in range(times):
             on_progress(f"fault {i + 1} of {times}")
-            found.append(asyncio.run(bench.strike(fault, whom, i)))
-        return found
+            try:
+                found.append(asyncio.run(bench.strike(fault, whom, i)))
+            except (UserError, KeyboardInterrupt) as error:  # of minutes, what there is already is told
+                if not found:
+                    raise
+                return found, f"fault {i + 1} of {times}: {error or 'interrupted'}"
+        return found, None
 
 
 def _has_spare(command: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxlamina.bench.flags import AsJson, option
-from jaxlamina.bench.report import Columns, dim, progress, table, tell
+from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, warning
 from jaxlamina.cli import model_options
 
 COLUMNS: Columns = (
@@ -63,7 +63,7 @@ def recovery_command(
     line = recovery_bench.supervised_command(words)
     where = machine.describe(["aiohttp"])
     with progress() as on_progress:
-        found = recovery_bench.measure(
+        found, failed = recovery_bench.measure(
             line,
             load,
             fault=strike,
@@ -82,13 +82,17 @@ def recovery_command(
         "streams": asdict(load),
         "standing_by_s": standing_by,
         "faults": rows,
+        "failed": failed,
     }
-    shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
+    shown = [*rows, middle | {"cause": "median"}] if len(rows) > 1 else rows
     note = (
         f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "
         f"written {written} tokens or more. Brought: kept KV, and how long hosts were at it."
     )
-    tell("recovery", record | {"median": middle}, where, [table(shown, COLUMNS), dim(note)], as_json=as_json)
+    parts: list[Part] = [table(shown, COLUMNS), dim(note), *([warning(failed)] if failed else [])]
+    tell("recovery", record | {"median": middle}, where, parts, as_json=as_json)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class StepResult:
     floor_ms: float = (
         0.0  # of one device that does all: weights and KV once, at the read bandwidth of this run
     )
-    # Of staggered batches: the busier pool's, weights once a batch or each worker's KV once
+    # Of staggered batches: the busier pool's, weights once a batch and the KV that model ranks keep once, or
+    # each worker's KV once
     pools_floor_ms: float | None = None
     prepare_s: float = 0.0  # tracing and compiling
     # Of logits from the first way's, relative to the largest; None where they are of other requests
@@ -331,7 +332,9 @@ class _CaseRun:
         n = way.options.get("n_batches", 1)
         if n > 1:
             of_model, of_memory = executor.group.cluster.tensor_parallel, len(executor.group.workers)
-            result.pools_floor_ms = max(n * weights / of_model, kv / of_memory) / limit * 1e3
+            kept = (executor.local_attention() or {"share": 0.0})["share"]  # as the step has just had it
+            floor = pools_floor(n * weights, kv, kept, of_model, of_memory)
+            result.pools_floor_ms = floor / limit * 1e3
         chunk = self._chunk
         if way.decode in self._results and chunk is not None:
             result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])
@@ -370,6 +373,12 @@ class _CaseRun:
         for result in self._results.values():
             if failed is not None and result.decode_ms is failed.ahead_ms:
                 result.decode_ms = []  # it has no decode step to be compared with
+
+
+def pools_floor(weights: float, kv: float, kept: float, n_model: int, n_memory: int) -> float:
+    """Bytes that a device of the busier pool reads at least: ``weights`` and KV on ``n_model`` model ranks,
+    which keep a share of ``kept``, or of the other KV on ``n_memory`` attention workers."""
+    return max((weights + kept * kv) / n_model, (1 - kept) * kv / n_memory)
 
 
 def over_ranks(

@@ -97,6 +97,8 @@ def step_command(
         step_ways.shares_of(shares), step_ways.partitions_of(partitions),
     )  # fmt: skip
     group = ranks.current()
+    of_split = {"--shares": shares, "--mini-batches": mini_batches, "--staggered": staggered}
+    step_ways.check_unsplit(None if group is None else group.cluster, of_split)
     if group is None and not (unsplit or local or devices > 1):
         raise UserError("nothing is left to be timed: start ranks with `jaxlamina launch … -- bench step`")
     if devices > 1 and (group is not None or devices > len(jax.local_devices())):

@@ -44,14 +44,15 @@ def numbers_of(text: str, option: str = "--staggered") -> list[int]:
     return whole_numbers(option, text, least=2) if text else []
 
 
-def shares_of(text: str) -> list[LocalShare]:
-    """From "0,0.25,auto", as ``--shares`` has it; ``UserError`` for other text."""
+def shares_of(text: str, option: str = "--shares") -> list[LocalShare]:
+    """From "0,0.25,auto", as ``--shares`` has it; ``UserError``, naming the option, for other text."""
+    parts = [part.strip() for part in text.split(",") if text]
     try:
-        found: list[LocalShare] = ["auto" if x == AUTO else float(x) for x in text.split(",") if text]
+        found: list[LocalShare] = ["auto" if x == AUTO else float(x) for x in parts]
     except ValueError:
         found = [-1.0]
     if not all(isinstance(x, str) or 0 <= x <= 1 for x in found):
-        raise UserError(f"--shares {text!r} must be shares from 0 to 1, or auto, like 0,0.25,0.5,auto")
+        raise UserError(f"{option} {text!r} must be shares from 0 to 1, or auto, like 0,0.25,0.5,auto")
     return found
 
 
@@ -106,13 +107,13 @@ def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
                 raise UserError(f"{case.batch} requests cannot be cut into {n} batches of equal size")
 
 
-def check_unsplit(cluster: Cluster, asked: Mapping[str, Any]) -> None:
+def check_unsplit(cluster: Cluster | None, asked: Mapping[str, Any]) -> None:
     """``UserError`` for an option of a split, by name what was ``asked``, where there are no attention
-    workers."""
-    if cluster.n_attention == 0 and (given := [name for name, value in asked.items() if value]):
-        raise UserError(
-            f"{given[0]} is about attention workers, of which dop={cluster.dop} has none: leave it out"
-        )
+    workers. None: a process without ranks."""
+    dop = (1, 0) if cluster is None else cluster.dop
+    if dop[1] == 0 and (given := [name for name, value in asked.items() if value]):
+        job = "a process without `jaxlamina launch`" if cluster is None else f"{dop=}"
+        raise UserError(f"{given[0]} is about attention workers, of which {job} has none: leave it out")
 
 
 @dataclass(frozen=True)

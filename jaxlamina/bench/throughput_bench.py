@@ -356,12 +356,15 @@ class _Ours:
 
     def _until_none_waits(self, asked: Any, params: list[SamplingParams]) -> list[list[int]]:
         """Tokens of those requests that are done one step after the last has begun. Others are ended. The
-        first step, which admits as many as have room, is left out of what is counted."""
+        first step, which admits as many as have room, is left out of what is counted. ``UserError`` where all
+        have room."""
         engine, done, last_step, is_full = self._llm.engine, list[list[int]](), -1, False
 
         def look(event: TokenEvent) -> None:
             nonlocal last_step, is_full
             if not is_full:
+                if not engine.scheduler.waiting:
+                    raise _NoneWaits
                 self._begin()
                 is_full = True
             if 0 <= last_step < engine.stats.n_steps:
@@ -492,7 +495,13 @@ def _source(options: ThroughputOptions, group: Group | None) -> Any:
 def _prompts(
     sizes: Sequence[Size], vocab_size: int, encode: Callable[[str], Sequence[int]] | None
 ) -> list[list[int]]:
-    """A prompt a size: real text cut to the token, or random ids without a tokenizer."""
+    """A prompt a size: real text cut to the token, or random ids without a tokenizer. These have their own
+    lengths from the start: thousands as long as the longest could fill a host's memory."""
+    if encode is None:
+        drawn = (
+            passages(1, x.n_prompt, vocab_size=vocab_size, encode=None, seed=i) for i, x in enumerate(sizes)
+        )
+        return [prompt for (prompt,) in drawn]
     longest = max(size.n_prompt for size in sizes)
     made = passages(len(sizes), longest, vocab_size=vocab_size, encode=encode)
     return [prompt[: size.n_prompt] for prompt, size in zip(made, sizes, strict=True)]
