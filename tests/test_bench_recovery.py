@@ -72,4 +72,6 @@ def test_a_server_is_struck(tmp_path: Path) -> None:
     n_brought = found["brought_bytes"] / 256  # of a token, in two layers of two heads
     assert found["brought_s"] > 0 and n_brought + found["n_recomputed"] >= found["n_tokens"] - 3
     assert found["n_recomputed"] <= 3 * 17 and found["spare_s"] > found["ready_s"]
+    assert {"imports", "weights", "kept KV", "programs"} <= found["start_s"].keys()
+    assert f"kept KV {found['start_s']['kept KV']:.2f}" in shown
     assert record["median"]["ready_s"] == found["ready_s"] and record["standing_by_s"] == 0

@@ -41,7 +41,7 @@ class Struck:
     """Seconds from the fault, which ``cause`` says as the supervisor has it. ``brought_bytes``,
     ``brought_s``: kept KV that came back, and how long hosts were at it. ``n_recomputed`` of the ``n_tokens``
     that streams had, prompts included. ``spare_s``: until the next spare stood by, None where there is
-    none."""
+    none. ``start_s``: of the new job, by phase (`jaxlamina.process.start_clock`); a spare's came before."""
 
     cause: str
     noticed_s: float
@@ -52,6 +52,7 @@ class Struck:
     n_recomputed: int
     n_tokens: int
     spare_s: float | None
+    start_s: dict[str, float]
 
     @property
     def median_s(self) -> float:
@@ -203,7 +204,7 @@ class _Bench:
         ready_s, _ = self._said(_READY, number + 1)[number]
         await until(all_go_on, "streams, which do not go on")
         next_s = tuple(next(t for t in s.token_s if t > ready_s) - struck_s for s in streams)
-        after = await self._counters(http)
+        after, start_s = await self._counters(http), await self._start_s(http)
         spare_s = None
         if self._standing_by_s is not None:
             for task in asked:  # what they would write yet shows nothing
@@ -220,6 +221,7 @@ class _Bench:
             n_recomputed=int(after["n_recomputed"] - before["n_recomputed"]),
             n_tokens=n_tokens,
             spare_s=spare_s,
+            start_s=start_s,
         )
 
     def _said(self, what: str, n: int) -> list[tuple[float, str]]:
@@ -248,6 +250,11 @@ class _Bench:
 
     async def _status(self, http: aiohttp.ClientSession) -> dict[str, Any]:
         return msgspec.json.decode(await self._get(http, "/v1/fault_tolerance/status"), type=dict[str, Any])
+
+    async def _start_s(self, http: aiohttp.ClientSession) -> dict[str, float]:
+        text = (await self._get(http, "/metrics")).decode()
+        phases = re.findall(r'^jaxlamina:start_seconds{.*phase="(.*)"} (\S+)$', text, re.MULTILINE)
+        return {phase: float(seconds) for phase, seconds in phases}
 
     async def _counters(self, http: aiohttp.ClientSession) -> dict[str, float]:
         text = (await self._get(http, "/metrics")).decode()

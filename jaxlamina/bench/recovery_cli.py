@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -89,16 +90,23 @@ def recovery_command(
         f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "
         f"written {written} tokens or more. Brought: kept KV, and how long hosts were at it."
     )
-    parts: list[Part] = [table(shown, COLUMNS), dim(note), *([warning(failed)] if failed else [])]
+    starts = [
+        dim(f"{i}. start of the new job, s: {_phases(row['start_s'])}") for i, row in enumerate(rows, 1)
+    ]
+    parts: list[Part] = [table(shown, COLUMNS), dim(note), *starts, *([warning(failed)] if failed else [])]
     tell("recovery", record | {"median": middle}, where, parts, as_json=as_json)
     if failed:
         raise typer.Exit(1)
 
 
+def _phases(start_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{phase} {s:.2f}" for phase, s in start_s.items())
+
+
 def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each number."""
     found: dict[str, Any] = {}
-    for name in rows[0].keys() - {"cause", "next_s"}:
+    for name in rows[0].keys() - {"cause", "next_s", "start_s"}:
         values = [row[name] for row in rows if row[name] is not None]
         found[name] = median(values) if values else None
     return found
