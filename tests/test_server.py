@@ -435,13 +435,14 @@ def test_metrics_count_what_was_asked(client, server):
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
         "vllm:time_to_first_token_seconds_count",
+        "jaxlamina:prompt_calls_total",
     )
     before = [server.metric(name) for name in names]
     client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=7, temperature=0, extra_body={"ignore_eos": True}
     )
     after = [server.metric(name) for name in names]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 7, 1]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 7, 1, 1]
     assert server.metric("vllm:e2e_request_latency_seconds_sum") > 0
     assert server.metric("vllm:inter_token_latency_seconds_count") > 5
     assert 0 <= server.metric("vllm:kv_cache_usage_perc") <= 1

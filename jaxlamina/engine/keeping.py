@@ -90,6 +90,7 @@ class Keeping:
         return {
             "kept_kv_slots": prefixes.n_places,
             "kept_kv_slots_used": prefixes.n_used,
+            "kept_kv_behind": self._executor.n_behind,
             "n_kept_tokens": prefixes.n_kept_tokens,
             "n_kept_hit_tokens": self._n_brought,
             "kept_kv_brought_bytes": self._n_brought * self._bytes_per_token,

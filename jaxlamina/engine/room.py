@@ -22,6 +22,7 @@ SCORED_CHUNK = 512
 _NOTHING_KEPT: dict[str, float] = {
     "kept_kv_slots": 0,
     "kept_kv_slots_used": 0,
+    "kept_kv_behind": 0,
     "n_kept_tokens": 0,
     "n_kept_hit_tokens": 0,
     "kept_kv_brought_bytes": 0,

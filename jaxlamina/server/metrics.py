@@ -83,6 +83,7 @@ _GAUGES = (
     ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
     ("jaxlamina:kept_kv_slots", "Tokens whose KV can be kept by content.", "kept_kv_slots"),
     ("jaxlamina:kept_kv_slots_used", "Tokens whose KV is kept by content.", "kept_kv_slots_used"),
+    ("jaxlamina:kept_kv_behind", "Tokens whose KV is on its way to where it is kept.", "kept_kv_behind"),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "n_prompt_tokens"),
@@ -101,6 +102,7 @@ _COUNTERS = (
     ("jaxlamina:kept_kv_brought_seconds", "How long hosts were at it.", "kept_kv_brought_s"),
     ("jaxlamina:weight_updates", "Times that the weights were replaced.", "n_weight_updates"),
     ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
+    ("jaxlamina:prompt_calls", "Prompts and chunks of them, computed apart from decode steps.", "n_prefill_steps"),
 )
 
 
