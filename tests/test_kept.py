@@ -152,6 +152,7 @@ def test_what_fails_to_be_written_is_heard_of(tmp_path):
         store.flush()
     with pytest.raises(OSError, match="no"):
         store.later(fails, 1)
+    assert not store.n_behind  # or nobody would be told
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

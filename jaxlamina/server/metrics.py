@@ -102,7 +102,7 @@ _COUNTERS = (
     ("jaxlamina:kept_kv_brought_seconds", "How long hosts were at it.", "kept_kv_brought_s"),
     ("jaxlamina:weight_updates", "Times that the weights were replaced.", "n_weight_updates"),
     ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
-    ("jaxlamina:prompt_calls", "Prompts and chunks of them, computed apart from decode steps.", "n_prefill_steps"),
+    ("jaxlamina:prompt_calls", "Prompts and chunks, computed apart from decode steps.", "n_prefill_steps"),
 )
 
 

@@ -14,6 +14,7 @@ import queue
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -252,16 +253,19 @@ class KeptKV:
     def _write(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             write, n = waiting
-            try:
-                if self._failed is None:
-                    write()
-                self._n_written += n
-                self.on_written(self._n_written)
-            except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
-                self._failed = self._failed or error
-            finally:
-                self._waiting.task_done()
+            if self._failed is None:
+                self._try(write)
+            # Also of what has failed: whoever waits until less is behind would never hear of it.
+            self._n_written += n
+            self._try(partial(self.on_written, self._n_written))
+            self._waiting.task_done()
         self._waiting.task_done()
+
+    def _try(self, what: Callable[[], object]) -> None:
+        try:
+            what()
+        except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
+            self._failed = self._failed or error
 
 
 def places_kept(path: Path, row_bytes: int, identity: str) -> int:
