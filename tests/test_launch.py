@@ -19,7 +19,7 @@ from jaxlamina.cli.model_options import revision_of
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.models.config_files import configs_dir
-from jaxlamina.process.gpus import n_gpus
+from jaxlamina.process.gpus import n_gpus, visible_gpus
 from launch import devices, local
 from launch.commands import handing_on, mpi_child, mpirun_among, mpirun_argv, plain_children, rank_argv
 from launch.options import LaunchOptions, parse
@@ -242,7 +242,10 @@ def test_slurm_gives_a_task_its_own_gpu():
 
 
 def test_gpus_that_are_hidden_do_not_count():
-    assert n_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == [
+        "3",
+        "5",
+    ]  # how many JAX has: test_bench_compared_jobs
     assert n_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
