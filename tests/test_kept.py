@@ -130,6 +130,7 @@ def test_a_store_is_found_again_and_another_is_not(tmp_path):
     assert store.n_places == 10 and not store.marks.any()
     places, parts = np.asarray([7, 2, 3]), rows(3)
     store.later(lambda: store.put(places, np.asarray([1, 2, 3], np.uint64), [parts[:, :8], parts[:, 8:]]), 3)
+    store.put(places[:0], np.zeros(0, np.uint64), [parts[:0]])  # nothing
     assert (store.rows_at(places) == parts).all() and (store.rows_at(np.asarray([2, 3])) == parts[1:]).all()
     store.close()
     again = KeptKV(tmp_path / "a" / "0.kv", 24, "one", 99, 1)
@@ -139,6 +140,21 @@ def test_a_store_is_found_again_and_another_is_not(tmp_path):
     other = KeptKV(tmp_path / "a" / "0.kv", 24, "two", 10, 1)
     assert not other.marks.any()
     other.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 24, 100, 2**23])
+def test_rows_are_where_they_belong_however_many_are_written_at_once(at_once, monkeypatch):
+    """Places in stretches, single ones, and in any order."""
+    monkeypatch.setattr("jaxlamina.workers.kept_kv._AT_ONCE_BYTES", at_once)
+    store = KeptKV(None, 24, "one", 60, 1)
+    rng, expected = np.random.default_rng(3), np.zeros((60, 24), np.uint8)
+    for i, places in enumerate(([*range(10, 40)], [5, 6, 9, 41, 40], rng.permutation(60)[:20].tolist())):
+        values = rows(len(places), i)
+        store.put(np.asarray(places), np.ones(len(places), np.uint64), [values[:, :10], values[:, 10:]])
+        expected[places] = values
+    marked = np.flatnonzero(store.marks)
+    assert (store.rows_at(marked) == expected[marked]).all() and len(marked) >= 30
+    store.close()
 
 
 def test_what_fails_to_be_written_is_heard_of(tmp_path):

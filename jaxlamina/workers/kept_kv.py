@@ -162,6 +162,8 @@ class KeptKV:
         the file has no memory left that is an error, and a write to the mapping would end the process; and
         pages are not touched for the first time one by one."""
         self._check()
+        if not len(places):
+            return
         parts = [np.ascontiguousarray(part).reshape(len(places), -1).view(np.uint8) for part in parts]
         which = _in_a_row(places)
         with self._putting:
