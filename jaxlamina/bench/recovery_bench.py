@@ -192,7 +192,7 @@ class _Bench:
         async def until(holds: Callable[[], object], what: str) -> None:
             await self._until(holds, what, check)
 
-        before = await self._counters(http)
+        before = _counters(await self._metrics(http))
         pid = find(whom, self._server.pid, (await self._status(http))["workers"])
         await until(lambda: all(len(s.token_s) >= load.n_written for s in streams), "tokens of all streams")
         os.kill(pid, FAULTS[fault])
@@ -204,7 +204,8 @@ class _Bench:
         ready_s, _ = self._said(_READY, number + 1)[number]
         await until(all_go_on, "streams, which do not go on")
         next_s = tuple(next(t for t in s.token_s if t > ready_s) - struck_s for s in streams)
-        after, start_s = await self._counters(http), await self._start_s(http)
+        metrics = await self._metrics(http)
+        after = _counters(metrics)
         spare_s = None
         if self._standing_by_s is not None:
             for task in asked:  # what they would write yet shows nothing
@@ -221,7 +222,7 @@ class _Bench:
             n_recomputed=int(after["n_recomputed"] - before["n_recomputed"]),
             n_tokens=n_tokens,
             spare_s=spare_s,
-            start_s=start_s,
+            start_s=_start_s(metrics),
         )
 
     def _said(self, what: str, n: int) -> list[tuple[float, str]]:
@@ -251,15 +252,18 @@ class _Bench:
     async def _status(self, http: aiohttp.ClientSession) -> dict[str, Any]:
         return msgspec.json.decode(await self._get(http, "/v1/fault_tolerance/status"), type=dict[str, Any])
 
-    async def _start_s(self, http: aiohttp.ClientSession) -> dict[str, float]:
-        text = (await self._get(http, "/metrics")).decode()
-        phases = re.findall(r'^jaxlamina:start_seconds{.*phase="(.*)"} (\S+)$', text, re.MULTILINE)
-        return {phase: float(seconds) for phase, seconds in phases}
+    async def _metrics(self, http: aiohttp.ClientSession) -> str:
+        return (await self._get(http, "/metrics")).decode()
 
-    async def _counters(self, http: aiohttp.ClientSession) -> dict[str, float]:
-        text = (await self._get(http, "/metrics")).decode()
-        found = {}
-        for name, of in _COUNTERS.items():
-            said = re.search(rf"^{of}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-            found[name] = float(said[1]) if said else 0.0
-        return found
+
+def _counters(metrics: str) -> dict[str, float]:
+    found = {}
+    for name, of in _COUNTERS.items():
+        said = re.search(rf"^{of}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+        found[name] = float(said[1]) if said else 0.0
+    return found
+
+
+def _start_s(metrics: str) -> dict[str, float]:
+    phases = re.findall(r'^jaxlamina:start_seconds{.*phase="(.*)"} (\S+)$', metrics, re.MULTILINE)
+    return {phase: float(seconds) for phase, seconds in phases}
