@@ -258,7 +258,7 @@ class KVPools:
         """All layers' KV of ``slots`` (at most a piece of `pieces`), padded, in what is copied at once."""
         to = padded(slots, 0, _kept_width(len(slots)))
         take = self._take_packed if self._packs else self._take
-        return [jnp.asarray(x) for x in jax.tree.leaves(take((self.k, self.v), to))]
+        return jax.tree.leaves(take((self.k, self.v), to))
 
     def _arrays(self) -> list[jax.Array]:
         """What a token's KV is in, in the order of its parts."""
