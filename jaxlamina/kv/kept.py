@@ -219,7 +219,9 @@ class KeptPrefixes:
         free = self._free[keeper]
         if len(free) < n:
             self._evict(keeper, n - len(free))
-        taken, free[:] = free[len(free) - min(n, len(free)) :], free[: len(free) - min(n, len(free))]
+        first = max(0, len(free) - n)
+        taken = free[first:]
+        del free[first:]  # what stays is not copied: a keeper may have millions
         return np.asarray(taken[::-1], np.int32)
 
     def _evict(self, keeper: int, n: int) -> None:
