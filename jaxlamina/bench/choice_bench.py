@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxlamina.bench.compared_jobs import ComparedJob, launched, only, pretended, reason, run_at_once
+from jaxlamina.bench.compared_jobs import (
+    ComparedJob,
+    late,
+    launched,
+    only,
+    pretended,
+    reason,
+    run_at_once,
+)
 from jaxlamina.bench.step_ways import StepCase
 from jaxlamina.errors import UserError
 from jaxlamina.planner.costs import Deployment, step_cost
@@ -284,8 +292,10 @@ def _run(
         first += job.n_devices
     for job, ended in zip(jobs, run_at_once(started, way_s), strict=True):
         if ended.code is None:
-            late = f"the rest: not done within {way_s:g} s"
-            found[job] = {"results": list(_so_far(ended.err)), "failed": [late]}
+            found[job] = {
+                "results": list(_so_far(ended.err)),
+                "failed": [f"the rest: {late(ended, way_s)}"],
+            }
             continue
         # A bench of which one way failed ends with 1, and has told of the others.
         line = ended.out.strip().splitlines()[-1:] or [""]

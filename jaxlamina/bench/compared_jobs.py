@@ -54,7 +54,7 @@ def pretended(n: int) -> dict[str, str]:
 
 
 class EndedJob(NamedTuple):
-    """What a job wrote; ``code``: None of one that was too late, and was ended."""
+    """What a job wrote; ``code``: None of one that was too late, and was ended; ``err``: before that."""
 
     code: int | None
     out: str
@@ -65,8 +65,8 @@ class StartedJob(NamedTuple):
     """A process, and the files that it writes to: nobody has to read for it to go on."""
 
     process: subprocess.Popen[bytes]
-    out: IO[str]
-    err: IO[str]
+    out: IO[bytes]
+    err: IO[bytes]
 
 
 def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[EndedJob]:
@@ -79,9 +79,9 @@ def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[Ended
         for one in started:
             with suppress(subprocess.TimeoutExpired):
                 one.process.wait(max(0.0, until - time.monotonic()))
-            code = one.process.poll()
+            code, n_said = one.process.poll(), os.fstat(one.err.fileno()).st_size
             end(one.process)
-            yield EndedJob(code, _written(one.out), _written(one.err))
+            yield EndedJob(code, _written(one.out), _written(one.err, n_said if code is None else -1))
     finally:
         for one in started:
             end(one.process)
@@ -89,16 +89,16 @@ def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[Ended
 
 def start(job: ComparedJob) -> StartedJob:
     words = [sys.executable, "-m", "jaxlamina", *job.words]
-    out, err = (tempfile.TemporaryFile("w+", errors="replace") for _ in range(2))  # noqa: SIM115 (closed when read)
+    out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (closed when read)
     environment = {**os.environ, **job.environment}
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     return StartedJob(process, out, err)
 
 
-def _written(file: IO[str]) -> str:
+def _written(file: IO[bytes], n_bytes: int = -1) -> str:
     with file:
         file.seek(0)
-        return file.read()
+        return file.read(n_bytes).decode(errors="replace")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -110,6 +110,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def late(ended: EndedJob, within_s: float) -> str:
+    """Of a job that was too late: where it was."""
+    return f"not done within {within_s:g} s; the last that it said: {reason(ended.err)}"
 
 
 def reason(said: str) -> str:

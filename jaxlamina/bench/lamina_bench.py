@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxlamina.bench.compared_jobs import ComparedJob, launched, only, pretended, reason, run_at_once
+from jaxlamina.bench.compared_jobs import ComparedJob, late, launched, only, pretended, reason, run_at_once
 from jaxlamina.bench.rounds import record_of
 
 _BENCH = ("bench", "throughput")
@@ -191,7 +191,7 @@ def _run(way: ComparedWay, options: Sequence[str], way_s: float) -> list[dict[st
     with closing(run_at_once(jobs, way_s)) as each:
         for ended in each:
             if ended.code is None:
-                return f"not done within {way_s:g} s"
+                return late(ended, way_s)
             if ended.code:
                 return reason(ended.err)
             records.append(json.loads(ended.out.splitlines()[-1]))
