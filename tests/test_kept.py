@@ -25,8 +25,11 @@ from supervised import wait_until
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
+from jaxlamina.engine.keeping import Keeping
+from jaxlamina.engine.request import Request
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted
+from jaxlamina.kv import SlotList
+from jaxlamina.kv.kept import EVERY_STEPS, RECORD, KeptFound, KeptPrefixes, KeptWanted
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_folders
 from jaxlamina.weights.fingerprint import fingerprint
@@ -71,10 +74,14 @@ def test_what_is_found_is_what_was_kept(capacities, steps):
     at: dict[int, tuple[int, ...]] = {}
     for adds, tokens, number in steps:
         digests = prefixes.digests(tokens)
+        if number % 3 == 0:
+            prefixes.next_round()
         if adds:
             keepers = (np.arange(len(tokens)) + number) % len(capacities)
             kept = prefixes.add(digests, keepers)
             assert (kept.marks == digests.low[kept.which]).all()
+            assert prefixes.find(digests)[: len(kept.at)].tolist() == kept.at.tolist()
+            assert kept.at[kept.which].tolist() == kept.places.tolist()
             for which, place in zip(kept.which.tolist(), kept.places.tolist(), strict=True):
                 keeper = keepers[which]
                 assert bounds[keeper] <= place < bounds[keeper + 1]
@@ -91,10 +98,85 @@ def test_the_oldest_and_last_tokens_go_first():
     old, new = prefixes.digests([1, 2, 3]), prefixes.digests([4, 5, 6])
     zeros = np.zeros(3, int)
     prefixes.add(old, zeros)
+    prefixes.next_round()
     prefixes.add(new, zeros)
+    prefixes.next_round()
     prefixes.add(prefixes.digests([7, 8]), zeros[:2])
     assert len(prefixes.find(old)) == 1 and len(prefixes.find(new)) == 3
     prefixes.check_integrity()
+
+
+class Keepers:
+    """What `Keeping` asks of an executor: who keeps a slot's KV."""
+
+    n_behind = 0
+
+    def __init__(self, n):
+        self.n = n
+
+    def keepers_of(self, slots):
+        return slots % self.n
+
+    def keep(self, slots, places, marks):
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    capacities=st.lists(st.integers(1, 90), min_size=1, max_size=2),
+    rounds=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(2, 40), st.booleans()), max_size=3), st.lists(st.integers(0, 9))
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_running_requests_keep_what_a_recovery_goes_on_after(capacities, rounds):
+    """Whoever comes and goes beside them: all of it where there are places, else as much of each."""
+    prefixes = KeptPrefixes(capacities)
+    keeping = Keeping(Keepers(len(capacities)), prefixes, min_tokens=1, bytes_per_token=1)
+    running: list[Request] = []
+    rng = np.random.default_rng(0)
+    for come, go in rounds:
+        for n, is_alike in come:
+            tokens = (np.arange(n) if is_alike else rng.integers(3, 10**6, n)).tolist()
+            running.append(Request("", tokens, 999, slots=SlotList(np.arange(999))))
+        for i in go:
+            running[i : i + 1] = []
+        for _ in range(EVERY_STEPS):
+            for request in running:
+                request.output_token_ids.append(int(rng.integers(3, 10**6)))
+            keeping.keep(running)
+            prefixes.check_integrity()
+        wanted = [prefixes.digests(r.all_token_ids()).part(0, r.n_stored) for r in running]
+        found = [len(prefixes.find(digests)) for digests in wanted]
+        needed = [
+            len({low for digests in wanted for low in digests.low[keeper :: len(capacities)].tolist()})
+            for keeper in range(len(capacities))
+        ]
+        has_room = all(n <= capacity for n, capacity in zip(needed, capacities, strict=True))
+        assert not has_room or found == list(map(len, wanted))
+        shortest = min((n for n, digests in zip(found, wanted, strict=True) if n < len(digests)), default=999)
+        assert all(n <= shortest + len(capacities) for n in found) and (
+            has_room or prefixes.n_used >= min(capacities)
+        )
+
+
+def test_places_that_do_not_do_are_not_asked_for_again_by_each_request():
+    """Finding the oldest of all looks at all, and so does looking for each token of many."""
+    prefixes = KeptPrefixes([1000])
+    keeping = Keeping(Keepers(1), prefixes, min_tokens=1, bytes_per_token=1)
+    running = [Request("", [i, *range(500)], 999, slots=SlotList(np.arange(999))) for i in range(20)]
+    keeping.keep(running)
+    asked = []
+    evict = prefixes._evict
+    prefixes._evict = lambda keeper, times: asked.append(len(times)) or evict(keeper, times)
+    for _ in range(3 * EVERY_STEPS):
+        for request in running:
+            request.output_token_ids.append(5)
+        keeping.keep(running)
+    assert [len(r.kept_at) for r in running] == [50] * 20 and len(asked) <= 3
 
 
 def test_more_than_there_are_places_keeps_the_first():
@@ -463,6 +545,24 @@ def test_kept_prefixes_are_found_when_the_pool_had_no_room_for_them():
     assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
     assert [o.n_cached_tokens for o in again] == [69, 74, 79]
     assert llm.stats()["n_kept_hit_tokens"] > 100
+
+
+def test_a_long_request_is_gone_on_with_after_short_ones_that_ran_beside_it(tmp_path):
+    """They need more places than there are; it needs fewer."""
+    options = {"max_num_seqs": 3, "max_model_len": 256, "kv_slots": 400, "kept_kv_folder": str(tmp_path)}
+    engine = LLM(model(), **options).engine
+    rng = np.random.default_rng(1)
+    long, written, n_short = rng.integers(3, 60, 100).tolist(), [], 0
+    its_id = engine.add_request(long, replace(GREEDY, max_tokens=150))
+    while len(written) < 120:
+        while len(engine.scheduler.waiting) + len(engine.scheduler.running) < 3:
+            engine.add_request(rng.integers(3, 60, 60).tolist(), replace(GREEDY, max_tokens=20))
+            n_short += 1
+        written += [event.token_id for event in engine.step() if event.request_id == its_id]
+    assert n_short * 80 > 2 * 400
+    tokens = [*long, *written]
+    [found] = LLM(model(), **options).generate([{"prompt_token_ids": tokens}], replace(GREEDY, max_tokens=2))
+    assert len(tokens) - EVERY_STEPS - 2 <= found.n_cached_tokens
 
 
 def test_samples_penalties_and_log_probabilities_go_on_the_same(tmp_path):

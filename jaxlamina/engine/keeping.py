@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlamina.engine.request import Request
 from jaxlamina.kv import Move
-from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, Digests, KeptPrefixes
+from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, NOTHING_KEPT, Digests, KeptPrefixes
 from jaxlamina.run.executor import Executor
 
 _MOST_BEHIND_BYTES = 2**28  # of KV that is to be kept and not written yet
@@ -56,7 +56,10 @@ class Keeping:
         """What of them is in the pools and not kept yet; while keepers are far behind, so much of it that no
         step waits for them."""
         self._n_steps += 1
-        is_time = self._is_time = self._is_time or self._n_steps % EVERY_STEPS == 0
+        if self._n_steps % EVERY_STEPS == 0:
+            self._is_time = True
+            self._look_again(running)
+        is_time = self._is_time
         left = self._most_behind - self._executor.n_behind
         slots, places, marks = [], [], []
         for request in running:
@@ -64,13 +67,14 @@ class Keeping:
                 break
             start, stop = request.n_kept, min(request.n_stored, request.n_kept + left)
             is_new = request.n_computed is None and start < len(request.prompt_token_ids) - 1
-            if request.lockstep or stop <= start or not (is_time or is_new):
+            has_gap = len(request.kept_at) < start
+            if request.lockstep or has_gap or stop <= start or not (is_time or is_new):
                 continue
             of = request.slots.view()[start:stop]
             digests = self._digests(request, stop).part(start, stop)
             kept = self.prefixes.add(digests, self._executor.keepers_of(of))
-            request.n_kept = stop
-            left -= stop - start
+            request.n_kept, request.kept_at = stop, np.concatenate([request.kept_at, kept.at])
+            left -= len(kept.which)
             slots.append(of[kept.which])
             places.append(kept.places)
             marks.append(kept.marks)
@@ -79,11 +83,19 @@ class Keeping:
         if sum(map(len, slots)):
             self._executor.keep(*map(np.concatenate, (slots, places, marks)))
 
+    def _look_again(self, running: Sequence[Request]) -> None:
+        """What is kept of ``running`` is in use, all of it: its first tokens are what the rest is found by.
+        What follows a token that has gone, or had no place, is to be kept again."""
+        self.prefixes.next_round()
+        for request in running:
+            n = self.prefixes.use(request.kept_at, request.digests)
+            request.n_kept, request.kept_at = n, request.kept_at[:n]
+
     @staticmethod
     def begin_anew(requests: Iterable[Request]) -> None:
         """What was kept of ``requests`` is not where others find it any more."""
         for request in requests:
-            request.digests, request.n_kept = NO_DIGESTS, 0
+            request.digests, request.n_kept, request.kept_at = NO_DIGESTS, 0, NOTHING_KEPT
 
     def stats(self) -> dict[str, float]:
         prefixes = self.prefixes

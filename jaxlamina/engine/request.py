@@ -8,9 +8,10 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxlamina.kv import SlotList
-from jaxlamina.kv.kept import NO_DIGESTS, Digests
+from jaxlamina.kv.kept import NO_DIGESTS, NOTHING_KEPT, Digests
 
 
 class RequestState(Enum):
@@ -54,7 +55,8 @@ class Request:
     arrival: int = 0  # how many requests were queued before it
     rank: Any = None  # by the policy, while it waits
     digests: Digests = NO_DIGESTS  # of its first tokens, where KV is kept by content
-    n_kept: int = 0  # positions whose KV is kept so
+    n_kept: int = 0  # positions that are kept so, or that there was no place for
+    kept_at: Int32[np.ndarray, " n"] = field(default_factory=lambda: NOTHING_KEPT)  # places, without a gap
 
     @property
     def n_generated(self) -> int:
@@ -89,7 +91,8 @@ class Request:
             self.request_id, self.prompt_token_ids, self.max_tokens, self.payload, index,
             lockstep=self.lockstep, priority=self.priority, caller=self.caller, turn=self.turn,
             n_cached=len(self.slots), state=self.state, arrival=self.arrival, digests=self.digests,
-            n_kept=min(self.n_kept, len(self.prompt_token_ids)), n_counted=self.n_counted,
+            n_kept=min(self.n_kept, len(self.prompt_token_ids)),
+            kept_at=self.kept_at[: len(self.prompt_token_ids)], n_counted=self.n_counted,
         )  # fmt: skip
 
     @property

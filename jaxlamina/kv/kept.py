@@ -6,8 +6,9 @@ request. A token's KV follows from the tokens up to it, so a place is found by t
 which a longer prefix's is made from a shorter one's.
 
 Each keeper (an attention worker, or all of them where each has every token) has places of its own, in one
-range; a token is kept where its KV is. The least recently used places are given to others, a prefix's last
-tokens before its first.
+range; a token is kept where its KV is. Time goes by rounds. A place whose token was used longest ago is given
+to another first, and of one round's the one that is furthest from its prefix's beginning. So of prefixes that
+are all in use, and have not room together, each keeps its first tokens, up to the same length.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, UInt64
+from jaxtyping import Bool, Int, Int32, UInt64
 
 Tokens = Sequence[int] | np.ndarray
 RECORD = np.dtype([("low", "<u8"), ("high", "<u8"), ("used", "<i8")])
@@ -65,14 +66,18 @@ class Digests(NamedTuple):
 
 NO_DIGESTS = Digests(0, np.empty(0, np.uint64), np.empty(0, np.uint64))
 
+NOTHING_KEPT = np.empty(0, np.int32)  # places
+
 
 class Kept(NamedTuple):
     """Tokens that are to be kept: which of those that were asked about, and where; ``marks``: what each place
-    is known by from then on."""
+    is known by from then on. ``at``: where the first n of those that were asked about are then, these and
+    others."""
 
     which: Int[np.ndarray, " m"]
     places: Int32[np.ndarray, " m"]
     marks: UInt64[np.ndarray, " m"]
+    at: Int32[np.ndarray, " n"]
 
 
 class KeptWanted(NamedTuple):
@@ -103,7 +108,8 @@ class KeptFound(NamedTuple):
 
 
 class KeptPrefixes:
-    """``find`` before a prompt is computed, ``add`` what has been.
+    """``find`` before a prompt is computed, ``add`` what has been; each round (`next_round`) ``use`` what is
+    still of use.
 
     ``capacities``: each keeper's places, which are numbered one keeper after another. ``records``: of an
     earlier process, written to as this one goes on (anything like an array of `RECORD`); ``keys``: with which
@@ -126,6 +132,8 @@ class KeptPrefixes:
         self._clock = int(self._records["used"].max(initial=0)) // _LONGEST + 1
         self._place_of: dict[int, int] = {}
         self._free: list[list[int]] = []
+        # Of each keeper: if it has no free place, none of its tokens was used before.
+        self._oldest = np.zeros(len(self.capacities), np.int64)
         self._read()
         self.n_kept_tokens = 0
 
@@ -133,6 +141,7 @@ class KeptPrefixes:
         low = self._records["low"]
         held = np.flatnonzero(low)
         self._place_of = dict(zip(low[held].tolist(), held.tolist(), strict=True))
+        self._oldest[:] = 0
         self._free = [
             (first + np.flatnonzero(low[first:last] == 0)[::-1]).tolist()
             for first, last in zip(self._bounds, self._bounds[1:], strict=False)
@@ -171,37 +180,50 @@ class KeptPrefixes:
             lambda place: place is not None, map(self._place_of.get, digests.low.tolist())
         )
         places = np.fromiter(known, np.int32)  # type: ignore[arg-type]
-        differs = self._records["high"][places] != digests.high[: len(places)]
-        places = places[: int(differs.argmax()) if differs.any() else len(places)]
+        places = places[: _n_until(self._records["high"][places] != digests.high[: len(places)])]
         self._use(places, digests.first)
         return places
 
-    def add(self, digests: Digests, keepers: Int[np.ndarray, " n"]) -> Kept:
-        """Places for those of these tokens that have none, each at its keeper. Where a keeper has fewer
-        places than it takes, the last are left out."""
+    def next_round(self) -> None:
+        """What was used before may go first from now on."""
         self._clock += 1
-        known = np.asarray([low in self._place_of for low in digests.low.tolist()], bool)
-        self._use(
-            np.asarray([self._place_of[low] for low in digests.low[known].tolist()], np.int32), digests.first
-        )
-        which, places = [], []
-        for keeper in np.unique(keepers[~known]):
-            wanted = np.flatnonzero(~known & (keepers == keeper))
-            taken = self._take(int(keeper), len(wanted))
-            which.append(wanted[: len(taken)])
-            places.append(taken)
-        nothing = np.empty(0, np.int32)
-        at, of = np.concatenate([nothing, *which]).astype(np.intp), np.concatenate([nothing, *places])
-        order = np.argsort(at)
-        at, of = at[order], of[order].astype(np.int32)
-        marks = digests.low[at]
+        self._oldest[:] = 0
+
+    def use(self, places: Int32[np.ndarray, " n"], digests: Digests) -> int:
+        """How many of these tokens are still at the ``places`` that `add` said, without a gap. They are in
+        use."""
+        n = _n_until(self._records["low"][places] != digests.low[: len(places)])
+        self._use(places[:n], digests.first)
+        return n
+
+    def add(self, digests: Digests, keepers: Int[np.ndarray, " n"]) -> Kept:
+        """Places for those of these tokens that have none, each at its keeper. All are in use. Nothing is
+        kept from the first one on that there is no place for: it would not be found."""
+        times = self._time(digests.first + np.arange(len(digests)))
+        n = _n_until(times < self._oldest[keepers])
+        digests, keepers, times = digests.part(0, n), keepers[:n], times[:n]
+        get = self._place_of.get
+        at = np.fromiter((get(low, -1) for low in digests.low.tolist()), np.int32, n)
+        known = np.flatnonzero(at >= 0)
+        self._records["used"][at[known]] = times[known]
+        is_new = at < 0
+        for keeper in np.unique(keepers[is_new]):
+            wanted = np.flatnonzero(is_new & (keepers == keeper))
+            taken = self._take(int(keeper), times[wanted])
+            at[wanted[: len(taken)]] = taken
+        # Those before may have been given their places.
+        at[known[self._records["low"][at[known]] != digests.low[known]]] = -1
+        n = _n_until(at < 0)
+        self._give_back(at[n:][is_new[n:]], keepers[n:][is_new[n:]])
+        which = np.flatnonzero(is_new[:n])
+        places, marks = at[which], digests.low[which]
         # The digest last, so that a record is whole when it is found.
-        self._records["high"][of] = digests.high[at]
-        self._records["used"][of] = self._time(digests.first + at)
-        self._records["low"][of] = marks
-        self._place_of.update(zip(marks.tolist(), of.tolist(), strict=True))
-        self.n_kept_tokens += len(of)
-        return Kept(at, of, marks)
+        self._records["high"][places] = digests.high[which]
+        self._records["used"][places] = times[which]
+        self._records["low"][places] = marks
+        self._place_of.update(zip(marks.tolist(), places.tolist(), strict=True))
+        self.n_kept_tokens += len(which)
+        return Kept(which, places, marks, at[:n])
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -214,30 +236,44 @@ class KeptPrefixes:
     def _use(self, places: Int32[np.ndarray, " n"], first: int) -> None:
         self._records["used"][places] = self._time(first + np.arange(len(places)))
 
-    def _take(self, keeper: int, n: int) -> Int[np.ndarray, " m"]:
-        """Up to ``n`` of a keeper's places, which are nobody's then; none that was used just now."""
+    def _take(self, keeper: int, times: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+        """Places for a keeper's tokens that are used at ``times``, for the first of them: nobody's now."""
         free = self._free[keeper]
-        if len(free) < n:
-            self._evict(keeper, n - len(free))
-        first = max(0, len(free) - n)
+        if len(free) < len(times) and times[len(free)] > self._oldest[keeper]:
+            self._evict(keeper, times[len(free) :])
+        first = max(0, len(free) - len(times))
         taken = free[first:]
         del free[first:]  # what stays is not copied: a keeper may have millions
+        self._oldest[keeper] = times[: len(taken)].min(initial=self._oldest[keeper])
         return np.asarray(taken[::-1], np.int32)
 
-    def _evict(self, keeper: int, n: int) -> None:
+    def _give_back(self, places: Int32[np.ndarray, " n"], keepers: Int[np.ndarray, " n"]) -> None:
+        """Those of ``places`` that `_take` gave, -1 for none."""
+        for place, keeper in zip(places[places >= 0].tolist(), keepers[places >= 0].tolist(), strict=True):
+            self._free[keeper].append(place)
+            self._oldest[keeper] = 0
+
+    def _evict(self, keeper: int, times: Int[np.ndarray, " n"]) -> None:
+        """Takes places from a keeper's tokens that were used before those of ``times``, oldest first; and
+        from some that were not used in this round."""
         first, last = self._bounds[keeper : keeper + 2]
         used = self._records["used"][first:last]
-        held = np.flatnonzero(
-            (self._records["low"][first:last] != 0) & (used <= (self._clock - 1) * _LONGEST)
-        )
-        n = min(len(held), max(n, int(_FEWEST_EVICTED * self.capacities[keeper])))
+        held = np.flatnonzero(self._records["low"][first:last])
+        n = min(len(held), max(len(times), int(_FEWEST_EVICTED * self.capacities[keeper])))
         if not n:
             return
-        oldest = first + held[np.argpartition(used[held], n - 1)[:n]]
-        for low in self._records["low"][oldest].tolist():
+        oldest = held[np.argpartition(used[held], n - 1)[:n]]
+        oldest = oldest[np.argsort(used[oldest])]
+        ages = used[oldest]
+        goes = ages <= (self._clock - 1) * _LONGEST
+        goes[: len(times)] |= ages[: len(times)] < times[:n]
+        n = _n_until(~goes)
+        self._oldest[keeper] = ages[n] if n < min(len(times), len(ages)) else 0
+        gone = first + np.sort(oldest[:n])[::-1]  # so that places which are given next are in a row
+        for low in self._records["low"][gone].tolist():
             del self._place_of[low]
-        self._records["low"][oldest] = 0
-        self._free[keeper] += oldest.tolist()
+        self._records["low"][gone] = 0
+        self._free[keeper] += gone.tolist()
 
     def check_integrity(self) -> None:
         """``RuntimeError`` unless every place is free or some token's, and each is found. O(places)."""
@@ -253,6 +289,11 @@ class KeptPrefixes:
 def new_keys() -> tuple[int, int]:
     """For digests that nobody can foresee: two prompts with the same one would have each other's KV."""
     return secrets.randbits(64), secrets.randbits(64)
+
+
+def _n_until(is_end: Bool[np.ndarray, " n"]) -> int:
+    """How many come before the first True."""
+    return int(is_end.argmax()) if is_end.any() else len(is_end)
 
 
 def _mixed(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
