@@ -211,7 +211,9 @@ def test_a_store_is_found_again_and_another_is_not(tmp_path):
     store = KeptKV(tmp_path / "a" / "0.kv", 24, "one", 10, 1)
     assert store.n_places == 10 and not store.marks.any()
     places, parts = np.asarray([7, 2, 3]), rows(3)
-    store.later(lambda: store.put(places, np.asarray([1, 2, 3], np.uint64), [parts[:, :8], parts[:, 8:]]), 3)
+    store.later(
+        lambda: store.put(places, np.asarray([1, 2, 3], np.uint64), [parts[:, :8], parts[:, 8:]]), places
+    )
     store.put(places[:0], np.zeros(0, np.uint64), [parts[:0]])  # nothing
     assert (store.rows_at(places) == parts).all() and (store.rows_at(np.asarray([2, 3])) == parts[1:]).all()
     store.close()
@@ -245,12 +247,37 @@ def test_what_fails_to_be_written_is_heard_of(tmp_path):
     def fails():
         raise OSError("no")
 
-    store.later(fails, 1)
+    store.later(fails, np.asarray([2]))
     with pytest.raises(OSError, match="no"):
         store.flush()
-    with pytest.raises(OSError, match="no"):
-        store.later(fails, 1)
+    for asks in (lambda: store.wait_for(np.asarray([2])), lambda: store.later(fails, np.asarray([1]))):
+        with pytest.raises(OSError, match="no"):
+            asks()
     assert not store.n_behind  # or nobody would be told
+
+
+def test_what_is_brought_waits_for_that_to_be_written_and_for_nothing_else():
+    spec = AttentionSpec(2, 4, np.dtype(np.float32), 1.0, None, None)
+    pools = KVPools([spec], 40, jax.devices()[0])
+    pools.open_kept("worker0", KeptWanted(None, "one", 40))
+    pools.k = [x.at[:].set(jnp.arange(40.0)[:, None, None]) for x in pools.k]
+    kept, old, new = pools.kept, np.arange(5), np.arange(7, 9)
+    pools.keep(old, old, np.ones(5, np.uint64))
+    kept.flush()
+    may_write = threading.Event()
+    kept.later(lambda: may_write.wait(120), np.asarray([20]))  # a host that is slow
+    pools.keep(new, new, np.ones(2, np.uint64))
+    pools.bring(old, old + 30)
+    assert kept.rows_at(old).any() and kept.n_behind == 3
+    bringing = threading.Thread(target=pools.bring, args=(np.append(old, new), np.arange(10, 17)))
+    bringing.start()
+    bringing.join(0.3)
+    assert bringing.is_alive()
+    may_write.set()
+    bringing.join(60)
+    keys = np.asarray(pools.k[0])[:, 0, 0].tolist()
+    assert keys[30:35] == [0, 1, 2, 3, 4] and keys[10:17] == [0, 1, 2, 3, 4, 7, 8]
+    kept.close()
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

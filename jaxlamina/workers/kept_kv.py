@@ -123,6 +123,8 @@ class KeptKV:
         self.changed = threading.Event()
         self.on_written: Callable[[int], object] = lambda n: None  # of all tokens so far; in another thread
         self._n_begun = self._n_written = 0
+        self._due = np.zeros(self.n_places, np.int64)  # written once `_n_written` is as much
+        self._progress = threading.Condition()
         self._waiting: queue.Queue[tuple[Callable[[], None], int] | None] = queue.Queue()
         self._failed: BaseException | None = None
         self._n_rows_at_once = max(1, _AT_ONCE_BYTES // row_bytes)
@@ -209,14 +211,14 @@ class KeptKV:
         return Copied(*(x if is_whole.all() else x[is_whole] for x in (places, marks, rows)))
 
     def rows_at(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
-        """All parts that `put` was given, one after the other, after all that `later` was; to be read before
-        more is put."""
-        self.flush()
+        """All parts that `put` was given, one after the other, once they are written; to be read before more
+        is put."""
+        self.wait_for(places)
         found: np.ndarray = self._data[_in_a_row(places)]
         return found
 
     def read(self, places: Int[np.ndarray, " n"], out: UInt8[np.ndarray, "m row_bytes"]) -> None:
-        """As `rows_at`, into the first rows of ``out`` and without a `flush`; in any thread. Into memory that
+        """As `rows_at`, into the first rows of ``out`` and without waiting; in any thread. Into memory that
         is used again, since a new array's pages are touched for the first time: that takes longer than the
         copy."""
         if len(places) and not 0 <= places.min() <= places.max() < self.n_places:
@@ -224,17 +226,25 @@ class KeptKV:
         # Any other mode than "raise" writes to `out` itself, and not to a copy of it.
         np.take(self._data, places, axis=0, out=out[: len(places)], mode="clip")
 
-    def later(self, write: Callable[[], None], n: int) -> None:
-        """Has a thread call ``write``, which waits for a device and puts ``n`` tokens; in the order of the
-        calls. Does not wait: whoever calls looks at `n_behind` first."""
+    def later(self, write: Callable[[], None], places: Int[np.ndarray, " n"]) -> None:
+        """Has a thread call ``write``, which waits for a device and puts tokens at ``places``; in the order
+        of the calls. Does not wait: whoever calls looks at `n_behind` first."""
         self._check()
-        self._n_begun += n
-        self._waiting.put((write, n))
+        self._n_begun += len(places)
+        self._due[places] = self._n_begun
+        self._waiting.put((write, len(places)))
 
     @property
     def n_behind(self) -> int:
         """Tokens that `later` was called for and that are not written yet."""
         return self._n_begun - self._n_written
+
+    def wait_for(self, places: Int[np.ndarray, " n"]) -> None:
+        """Until what is to be at ``places`` is written. Raises what has made writing fail."""
+        until = np.take(self._due, places, mode="clip").max(initial=0)
+        with self._progress:
+            self._progress.wait_for(lambda: self._n_written >= until)
+        self._check()
 
     def flush(self) -> None:
         """Waits for what is being written. Raises what has made it fail."""
@@ -260,6 +270,8 @@ class KeptKV:
             # Also of what has failed: whoever waits until less is behind would never hear of it.
             self._n_written += n
             self._try(partial(self.on_written, self._n_written))
+            with self._progress:
+                self._progress.notify_all()
             self._waiting.task_done()
         self._waiting.task_done()
 

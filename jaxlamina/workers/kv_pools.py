@@ -179,14 +179,13 @@ class KVPools:
             else:
                 for part in parts:
                     part.copy_to_host_async()
-            self.kept.later(
-                partial(_put, self.kept, places[piece], marks[piece], parts, as_rows), len(places[piece])
-            )
+            write = partial(_put, self.kept, places[piece], marks[piece], parts, as_rows)
+            self.kept.later(write, places[piece])
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
-        """Copies what is kept at ``places`` into ``slots``; it stays kept. Pieces are read into a few arrays
-        that are used again and again, while others are copied to the device."""
-        self.kept.flush()
+        """Copies what is kept at ``places`` into ``slots``, once that is written; it stays kept. Pieces are
+        read into a few arrays that are used again and again, while others are copied to the device."""
+        self.kept.wait_for(places)
         staging = self._staged()
         todo = list(pieces(len(slots)))
 
