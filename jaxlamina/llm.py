@@ -184,15 +184,16 @@ class LLM:
         wanted = self._kept_wanted(folder, n)
         self.engine.keep_kv(kept_prefixes(wanted, self.executor.open_kept(wanted)))
 
-    def foresee_kv(self, folder: str) -> None:
-        """Makes ready for `keep_kv` in ``folder``, where another process still keeps KV: its files are mapped
+    def foresee_kv(self, folder: str, n: int | str | None) -> None:
+        """Makes ready for `keep_kv` of the same, where another process still keeps KV: its files are mapped
         as they fill."""
-        self.executor.open_kept(self._kept_wanted(folder, None)._replace(ahead=True))
+        self.executor.open_kept(self._kept_wanted(folder, n)._replace(ahead=True))
 
     def _kept_wanted(self, folder: str | None, n: int | str | None) -> KeptWanted:
         # The same weights make other KV with another rope_theta, say, or in another function of a user's.
         follows_from = self._of_weights, self.dtype, self.options.kv_dtype, self._of_scales, self.model.name
-        return KeptWanted(folder, " ".join(map(str, follows_from)), n if isinstance(n, int) else None)
+        asked = n if isinstance(n, int) else None
+        return KeptWanted(folder, " ".join(map(str, (*follows_from, asked))), asked)
 
     def update_weights(
         self,

@@ -309,7 +309,7 @@ class EngineOptions(Options):
         None,
         "Tokens whose KV is also kept in host memory, by content: a prompt that begins with them goes on "
         "after them. auto: as many as each worker has slots, in a quarter of free memory at most; "
-        "the default where there is a folder.",
+        "the default where there is a folder. What was kept there with another number is not gone on with.",
         least=0,
         rule="0 (none) or more, or 'auto'",
     )

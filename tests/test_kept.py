@@ -485,7 +485,7 @@ def test_a_spare_maps_ahead_what_another_keeps(way, tmp_path):
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
     first = LLM(model(), **options, kept_kv_folder=str(tmp_path))
     spare = LLM(model(), **options, kept_kv_slots=1)
-    spare.foresee_kv(str(tmp_path))
+    spare.foresee_kv(str(tmp_path), None)
     outputs = first.generate(prompts(), GREEDY)
     if way == "unsplit":
         wait_until(lambda: spare.executor.kv._ahead.n_populated >= 36 + 19 + 63, 20)
@@ -540,6 +540,29 @@ def test_tokens_come_back_where_their_worker_has_no_room(tmp_path):
     placement.place(taken, np.zeros(60, int))  # most of worker 0's places are somebody's
     [found] = small.generate(prompts((100,)), GREEDY)
     assert found.n_cached_tokens == 99 and found.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("way", ["unsplit", "heads", "two by tokens", "a share of tokens"])
+def test_as_many_places_as_are_asked_for(way, tmp_path):
+    """Fewer and more than slots; in a folder of an earlier process with another number, too."""
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
+
+    def found(n):
+        llm = LLM(model(), **options, kept_kv_slots=n, kept_kv_folder=str(tmp_path))
+        assert not isinstance(n, int) or llm.stats()["kept_kv_slots"] == n
+        return llm.generate(prompts((90,)), replace(GREEDY, max_tokens=2))[0].n_cached_tokens
+
+    assert [found(n) for n in (301, 301, 2000, "auto", None)] == [0, 89, 0, 0, 89]
+
+
+def test_fewer_places_than_were_asked_for_are_told_of(caplog):
+    options = {"max_num_seqs": 1, "max_model_len": 64, "kv_slots": 64, "split": False}
+    llm = LLM(model(), **options, kept_kv_slots=10**9)
+    n = int(llm.stats()["kept_kv_slots"])
+    assert f"kept_kv_slots=1000000000: {n} tokens are kept" in caplog.text and n < 10**9
+    caplog.clear()
+    LLM(model(), **options, kept_kv_slots=900)
+    assert "are kept" not in caplog.text
 
 
 def test_a_folder_for_kept_kv_is_one_processs(tmp_path, monkeypatch):

@@ -116,7 +116,7 @@ def serve(
             app = App(llm, settings, on_progress, on_ready)
             if stands_by:
                 if asked.keeps_kv and asked.kept_kv_folder is not None:
-                    llm.foresee_kv(asked.kept_kv_folder)
+                    llm.foresee_kv(asked.kept_kv_folder, asked.kept_kv_slots)
                 app.stood_by(stand_by(llm, settings, on_progress))
                 if asked.keeps_kv:
                     llm.keep_kv(asked.kept_kv_folder, asked.kept_kv_slots)

@@ -82,8 +82,9 @@ class Kept(NamedTuple):
 
 class KeptWanted(NamedTuple):
     """What workers are told of what they are to keep. ``folder``: where, None: in their own memory.
-    ``identity``: what KV depends on beside tokens. ``n_places``: a worker's, None: as many as it has slots,
-    as far as memory goes, of which ``n_sharing`` processes of a host have an equal part each. ``ahead``: only
+    ``identity``: what KV depends on beside tokens, and how many places somebody has asked for. ``n_places``:
+    of all keepers, or a worker's own; None: as many as it has slots. As far as memory goes, of which
+    ``n_sharing`` processes of a host have an equal part each. ``ahead``: only
     to be made ready for, since another process still keeps KV there."""
 
     folder: str | None

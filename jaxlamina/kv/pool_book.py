@@ -334,18 +334,20 @@ class PoolBook:
 
     def open_kept(self, wanted: KeptWanted) -> KeptFound:
         """By heads all workers are one keeper; else each is one, and goes on where there are others beside
-        it now."""
+        it now. Places that are asked for are shared out as slots are."""
         wanted = wanted.of_layout(
             str(self._layout) if self.placement is None else WHOLE + str(self._layout.stages)
         )
         names = [f"worker{w}" for w in range(self._n_attention)]
         names += ["own", *(f"own{i}" for i in range(1, self._n_own))][: self._n_own]
-        marks = []
-        for name, worker, n in zip(names, self._workers, self._capacities, strict=True):
-            of_worker = wanted
-            if self.placement is not None and wanted.n_places is not None:
-                of_worker = wanted._replace(n_places=min(wanted.n_places, n))
-            marks.append(worker.open_kept(name, of_worker))
+        each = [wanted] * len(names)
+        if self.placement is not None and wanted.n_places is not None:
+            bounds = np.cumsum([0, *self._capacities]) * wanted.n_places // sum(self._capacities)
+            each = [wanted._replace(n_places=n) for n in np.diff(bounds).tolist()]
+        marks = [
+            worker.open_kept(name, of_worker)
+            for worker, name, of_worker in zip(self._workers, names, each, strict=True)
+        ]
         if self.placement is None:
             names, marks = ["all"], [marks_of_all(marks)]
         found = KeptFound(tuple(names), tuple(map(len, marks)), wanted.identity, np.concatenate(marks))

@@ -48,6 +48,7 @@ from jaxlamina.job.tls import JobTls, tls_of
 from jaxlamina.kv.copies import copy_holders
 from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.process import kept_folders
+from jaxlamina.workers.capacity import EXPLICIT_FRACTION
 from jaxlamina.workers.kept_kv import KeptKV, places_kept
 from jaxlamina.workers.kv_pools import KVPools
 
@@ -126,7 +127,8 @@ class CopyHolder:
                 n = asked.n_places
                 path.unlink(missing_ok=True)
             if n:
-                kept = KeptKV(path, asked.row_bytes, asked.identity, n, self._n_sharing)
+                how = asked.row_bytes, asked.identity, n, self._n_sharing
+                kept = KeptKV(path, *how, fraction=EXPLICIT_FRACTION)
                 if kept.n_places == n:
                     self._guests[asked.name], keeper.kept = keeper, kept
                     return kept.marks

@@ -100,9 +100,9 @@ class MappedAhead:
 class KeptKV:
     """``row_bytes``: of a token's KV. ``identity``: whatever KV depends on, beside tokens. ``path``: None for
     memory of this process's own; a file of the same rows and ``identity`` is gone on with, and has as many
-    places as it has. ``n_places``: of a new one, as far as there is memory for them, of which ``n_sharing``
-    files of this host have an equal part each; there may be none. ``ahead``: of the same path. ``changed`` is
-    set whenever something was put.
+    places as it has. ``n_places``: of a new one, as far as there is memory for them: a ``fraction`` of what
+    is free, of which ``n_sharing`` files of this host have an equal part each; there may be none. ``ahead``:
+    of the same path. ``changed`` is set whenever something was put.
     """
 
     def __init__(
@@ -113,7 +113,9 @@ class KeptKV:
         n_places: int,
         n_sharing: int,
         ahead: MappedAhead | None = None,
+        fraction: float = FRACTION,
     ) -> None:
+        self._fraction = fraction
         self.row_bytes = row_bytes
         head = _head(row_bytes, identity)
         self._file = _open(path)
@@ -138,10 +140,10 @@ class KeptKV:
         return _n_bytes(self.n_places, self.row_bytes)
 
     def _make(self, head: bytes, most: int, n_sharing: int) -> int:
+        os.ftruncate(self._file, 0)
         free = os.statvfs(self._file)
         room = min(host_free_bytes(), free.f_bavail * free.f_frsize)
-        n = max(0, min(most, int(FRACTION * room / n_sharing) // (self.row_bytes + 8)))
-        os.ftruncate(self._file, 0)
+        n = max(0, min(most, int(self._fraction * room / n_sharing) // (self.row_bytes + 8)))
         os.ftruncate(self._file, _n_bytes(n, self.row_bytes))
         os.posix_fallocate(self._file, 0, _n_bytes(n, 0))  # marks are written by the mapping
         os.pwrite(self._file, n.to_bytes(8, "little") + head, 0)
@@ -315,6 +317,14 @@ class _Index(msgspec.Struct):
 def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
     """What the keepers have, as it was written down where they keep it; what is not both there and written
     down is nothing. Keepers may have come and gone since."""
+    n = sum(found.capacities)
+    if wanted.n_places is not None and n < wanted.n_places:
+        _log.warning(
+            "kept_kv_slots=%d: %d tokens are kept, for which there was memory when that began: give fewer, "
+            "or free some and give another folder",
+            wanted.n_places,
+            n,
+        )
     path = None if wanted.folder is None else Path(wanted.folder, "index")
     keepers = list(zip(found.names, found.capacities, strict=True))
     file = _open(path)

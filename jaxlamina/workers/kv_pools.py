@@ -21,8 +21,8 @@ from jaxtyping import Int, Int32, Int64, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import KeptWanted
-from jaxlamina.workers.capacity import is_accelerator
-from jaxlamina.workers.kept_kv import KeptKV, MappedAhead
+from jaxlamina.workers.capacity import EXPLICIT_FRACTION, is_accelerator
+from jaxlamina.workers.kept_kv import FRACTION, KeptKV, MappedAhead
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.staging import Staging, memory_of
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
@@ -136,7 +136,9 @@ class KVPools:
             if path is not None and self._ahead is None:
                 self._ahead = MappedAhead(path, row_bytes, wanted.identity)
             return self.kept.marks
-        most = self.n_slots if wanted.n_places is None else wanted.n_places
+        most, fraction = self.n_slots, FRACTION
+        if wanted.n_places is not None:
+            most, fraction = wanted.n_places, EXPLICIT_FRACTION
         if self._of_kept is not None:
             self._of_kept.close()
         else:
@@ -146,7 +148,7 @@ class KVPools:
             if self._packs:  # pinned memory takes its time
                 self._put_of[0] = self._put_staged(np.full(1, self.n_slots), 0)
         ahead, self._ahead = self._ahead, None
-        self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead)
+        self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead, fraction)
         return self._of_kept.marks
 
     @property
