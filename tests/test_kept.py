@@ -559,10 +559,44 @@ def test_fewer_places_than_were_asked_for_are_told_of(caplog):
     options = {"max_num_seqs": 1, "max_model_len": 64, "kv_slots": 64, "split": False}
     llm = LLM(model(), **options, kept_kv_slots=10**9)
     n = int(llm.stats()["kept_kv_slots"])
-    assert f"kept_kv_slots=1000000000: {n} tokens are kept" in caplog.text and n < 10**9
+    assert f"kept_kv_slots=1000000000: {n} tokens are kept, since" in caplog.text and n < 10**9
     caplog.clear()
     LLM(model(), **options, kept_kv_slots=900)
-    assert "are kept" not in caplog.text
+    assert "are kept, since" not in caplog.text
+
+
+def test_workers_that_come_back_find_what_they_have_kept(tmp_path):
+    """Whoever was there meanwhile, and whatever these have computed again."""
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "partition": "requests"}
+    options |= {"kept_kv_folder": str(tmp_path)}
+
+    def asked(n_workers, lengths):
+        of = {"attention_workers": n_workers} if n_workers else {"split": False, "partition": "auto"}
+        llm = LLM(model(), **options | of)
+        outputs = llm.generate(prompts((60, 70, 80, 90)[:lengths]), replace(GREEDY, max_tokens=4))
+        llm.engine._keeping.prefixes.check_integrity()
+        return [output.n_cached_tokens for output in outputs]
+
+    assert asked(4, 4) == [0] * 4
+    assert min(asked(1, 2)) == 0  # what the others have
+    assert asked(0, 2) == [59, 69] and asked(2, 0) == []
+    assert asked(4, 4) == [59, 69, 79, 89]
+
+
+def test_files_of_workers_that_have_gone_are_removed_where_they_are_of_no_use(tmp_path):
+    options = {"max_num_seqs": 1, "max_model_len": 64, "kv_slots": 64, "partition": "heads"}
+    (tmp_path / "mine.kv").touch()
+    files = []
+    for how in (
+        {"attention_workers": 2},
+        {"attention_workers": 1},
+        {"attention_workers": 1, "local_attention": 0.5},
+        {"attention_workers": 1},
+    ):
+        LLM(model(), **options, **how, kept_kv_folder=str(tmp_path))
+        files.append({path.name for path in tmp_path.glob("*.kv")} - {"mine.kv"})
+    assert files == [{"worker0.kv", "worker1.kv"}, {"worker0.kv"}, {"own.kv", "worker0.kv"}, {"worker0.kv"}]
+    assert (tmp_path / "mine.kv").exists()
 
 
 def test_a_folder_for_kept_kv_is_one_processs(tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ RECORD = np.dtype([("low", "<u8"), ("high", "<u8"), ("used", "<i8")])
 """What is known of a place: its token's digest (low 0: of none), and when it was used."""
 WHOLE = "all heads, stages "
 """Of a place that has all of a token's KV, whoever else keeps some."""
+TOGETHER = "+"
+"""Between the names of workers that are one keeper."""
 EVERY_STEPS = 16
 """Steps after which what requests have written is kept; what they have read is at once."""
 _LONGEST = 2**24  # positions that `used` tells apart
@@ -142,6 +144,8 @@ class KeptPrefixes:
         low = self._records["low"]
         held = np.flatnonzero(low)
         self._place_of = dict(zip(low[held].tolist(), held.tolist(), strict=True))
+        # Two have the same if a keeper comes back, and another has computed it meanwhile.
+        low[np.setdiff1d(held, np.fromiter(self._place_of.values(), np.intp), assume_unique=True)] = 0
         self._oldest[:] = 0
         self._free = [
             (first + np.flatnonzero(low[first:last] == 0)[::-1]).tolist()

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
+from jaxlamina.kv.kept import TOGETHER, WHOLE, KeptFound, KeptWanted
 from jaxlamina.kv.kv_worker import KVWorker, marks_of_all
 from jaxlamina.kv.placement import (
     NO_SLOT,
@@ -333,11 +333,10 @@ class PoolBook:
         self._host_worker[host_slots] = -1
 
     def open_kept(self, wanted: KeptWanted) -> KeptFound:
-        """By heads all workers are one keeper; else each is one, and goes on where there are others beside
-        it now. Places that are asked for are shared out as slots are."""
-        wanted = wanted.of_layout(
-            str(self._layout) if self.placement is None else WHOLE + str(self._layout.stages)
-        )
+        """Workers that share out heads are one keeper; else each is one, and goes on where there are others
+        beside it now. Places that are asked for are shared out as slots are."""
+        share_heads = self.placement is None and len(self._workers) > 1
+        wanted = wanted.of_layout(str(self._layout) if share_heads else WHOLE + str(self._layout.stages))
         names = [f"worker{w}" for w in range(self._n_attention)]
         names += ["own", *(f"own{i}" for i in range(1, self._n_own))][: self._n_own]
         each = [wanted] * len(names)
@@ -348,8 +347,8 @@ class PoolBook:
             worker.open_kept(name, of_worker)
             for worker, name, of_worker in zip(self._workers, names, each, strict=True)
         ]
-        if self.placement is None:
-            names, marks = ["all"], [marks_of_all(marks)]
+        if share_heads:
+            names, marks = [TOGETHER.join(names)], [marks_of_all(marks)]
         found = KeptFound(tuple(names), tuple(map(len, marks)), wanted.identity, np.concatenate(marks))
         self._kept_bounds = np.cumsum([0, *found.capacities])
         return found

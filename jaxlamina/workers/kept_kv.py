@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted, new_keys
+from jaxlamina.kv.kept import RECORD, TOGETHER, KeptFound, KeptPrefixes, KeptWanted, new_keys
 from jaxlamina.process.host_memory import host_free_bytes, memory_folder
 
 FRACTION = 0.25
@@ -307,7 +307,7 @@ def _head(row_bytes: int, identity: str) -> bytes:
 
 class _Index(msgspec.Struct):
     """What an index begins with: whose it is, and each keeper's name and places, in the order of the
-    records."""
+    records. Those that have gone come last: their files are still there when they come back."""
 
     digest: bytes
     keys: tuple[int, int]
@@ -316,12 +316,13 @@ class _Index(msgspec.Struct):
 
 def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
     """What the keepers have, as it was written down where they keep it; what is not both there and written
-    down is nothing. Keepers may have come and gone since."""
+    down is nothing. Keepers may have come and gone since, and those that have gone may come back. Of another
+    kind of KV their files on this host are removed."""
     n = sum(found.capacities)
     if wanted.n_places is not None and n < wanted.n_places:
         _log.warning(
-            "kept_kv_slots=%d: %d tokens are kept, for which there was memory when that began: give fewer, "
-            "or free some and give another folder",
+            "kept_kv_slots=%d: %d tokens are kept, since memory was short, or there were other workers, when "
+            "that began: another number, or another folder, begins anew",
             wanted.n_places,
             n,
         )
@@ -329,7 +330,11 @@ def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
     keepers = list(zip(found.names, found.capacities, strict=True))
     file = _open(path)
     with os.fdopen(file, "r+b", closefd=True):
-        before, old = _read_index(file, _digest(found.identity))
+        before, old = _read_index(file)
+        if path is not None and before is not None and before.digest != _digest(found.identity):
+            _remove_gone(path.parent, before, found.names)
+            before, old = None, {}
+        keepers += [keeper for keeper in old if keeper[0] not in found.names]
         index = _Index(_digest(found.identity), new_keys() if before is None else before.keys, keepers)
         if before != index:
             records = np.concatenate([old.get(keeper, np.zeros(keeper[1], RECORD)) for keeper in keepers])
@@ -338,14 +343,22 @@ def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
             head = len(said).to_bytes(4, "little") + said
             os.pwrite(file, head.ljust(_HEAD_BYTES, b"\0") + records.tobytes(), 0)
         whole = np.frombuffer(mmap.mmap(file, 0), np.uint8)
-    records = whole[_HEAD_BYTES:].view(RECORD)
+    records = whole[_HEAD_BYTES:].view(RECORD)[: len(found.marks)]
     prefixes = KeptPrefixes(found.capacities, records, index.keys)
     prefixes.confirm(found.marks)
     return prefixes
 
 
-def _read_index(file: int, digest: bytes) -> tuple[_Index | None, dict[tuple[str, int], np.ndarray]]:
-    """An index of the same, and each of its keepers' records; nothing where there is none."""
+def _remove_gone(folder: Path, index: _Index, names: Sequence[str]) -> None:
+    now = TOGETHER.join(names).split(TOGETHER)
+    for name in TOGETHER.join(name for name, _ in index.keepers).split(TOGETHER):
+        for kind in () if name in now else (".kv", ".copy.kv", "-stage*.kv"):
+            for path in folder.glob(name + kind):
+                path.unlink(missing_ok=True)
+
+
+def _read_index(file: int) -> tuple[_Index | None, dict[tuple[str, int], np.ndarray]]:
+    """An index, and each of its keepers' records; nothing where there is none."""
     head = os.pread(file, _HEAD_BYTES, 0)
     try:
         found = msgspec.msgpack.decode(head[4 : 4 + int.from_bytes(head[:4], "little")], type=_Index)
@@ -353,7 +366,7 @@ def _read_index(file: int, digest: bytes) -> tuple[_Index | None, dict[tuple[str
         return None, {}
     n = sum(n for _, n in found.keepers)
     records = np.frombuffer(os.pread(file, n * RECORD.itemsize, _HEAD_BYTES), np.uint8)
-    if found.digest != digest or len(records) != n * RECORD.itemsize:
+    if len(records) != n * RECORD.itemsize:
         return None, {}
     parts, at = {}, 0
     for name, n in found.keepers:
