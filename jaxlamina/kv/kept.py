@@ -137,6 +137,7 @@ class KeptPrefixes:
         self._free: list[list[int]] = []
         # Of each keeper: if it has no free place, none of its tokens was used before.
         self._oldest = np.zeros(len(self.capacities), np.int64)
+        self._to_go: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of each keeper, as `_first_to_go` has it
         self._read()
         self.n_kept_tokens = 0
 
@@ -193,6 +194,7 @@ class KeptPrefixes:
         """What was used before may go first from now on."""
         self._clock += 1
         self._oldest[:] = 0
+        self._to_go.clear()
 
     def use(self, places: Int32[np.ndarray, " n"], digests: Digests) -> int:
         """How many of these tokens are still at the ``places`` that `add` said, without a gap. They are in
@@ -261,24 +263,33 @@ class KeptPrefixes:
     def _evict(self, keeper: int, times: Int[np.ndarray, " n"]) -> None:
         """Takes places from a keeper's tokens that were used before those of ``times``, oldest first; and
         from some that were not used in this round."""
-        first, last = self._bounds[keeper : keeper + 2]
-        used = self._records["used"][first:last]
-        held = np.flatnonzero(self._records["low"][first:last])
-        n = min(len(held), max(len(times), int(_FEWEST_EVICTED * self.capacities[keeper])))
-        if not n:
-            return
-        oldest = held[np.argpartition(used[held], n - 1)[:n]]
-        oldest = oldest[np.argsort(used[oldest])]
-        ages = used[oldest]
+        oldest, ages = self._first_to_go(keeper, len(times))
         goes = ages <= (self._clock - 1) * _LONGEST
-        goes[: len(times)] |= ages[: len(times)] < times[:n]
+        goes[: len(times)] |= ages[: len(times)] < times[: len(ages)]
         n = _n_until(~goes)
         self._oldest[keeper] = ages[n] if n < min(len(times), len(ages)) else 0
-        gone = first + np.sort(oldest[:n])[::-1]  # so that places which are given next are in a row
+        gone = np.sort(oldest[:n])[::-1]  # so that places which are given next are in a row
         for low in self._records["low"][gone].tolist():
             del self._place_of[low]
         self._records["low"][gone] = 0
         self._free[keeper] += gone.tolist()
+
+    def _first_to_go(self, keeper: int, n: int) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]:
+        """A keeper's ``n`` places that were used longest ago, if so many are, and when that was; or more.
+        All are looked at for many at once: what was known in this round and is still so does as well."""
+        low, used = self._records["low"], self._records["used"]
+        places, ages = self._to_go.get(keeper, (NOTHING_KEPT, NOTHING_KEPT))
+        is_so = (low[places] != 0) & (used[places] == ages)
+        if is_so.sum() < n:
+            first, last = self._bounds[keeper : keeper + 2]
+            places = first + np.flatnonzero(low[first:last])
+            m = min(len(places), max(n, int(_FEWEST_EVICTED * self.capacities[keeper])))
+            ages = used[places]
+            order = np.argpartition(ages, m - 1)[:m] if m else np.empty(0, np.intp)
+            order = order[np.argsort(ages[order])]
+            is_so = np.ones(m, bool)
+            places, ages = self._to_go[keeper] = places[order], ages[order]
+        return places[is_so], ages[is_so]
 
     def check_integrity(self) -> None:
         """``RuntimeError`` unless every place is free or some token's, and each is found. O(places)."""
