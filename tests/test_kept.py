@@ -648,6 +648,7 @@ def test_a_long_request_is_gone_on_with_after_short_ones_that_ran_beside_it(tmp_
         written += [event.token_id for event in engine.step() if event.request_id == its_id]
     assert n_short * 80 > 2 * 400
     tokens = [*long, *written]
+    del engine  # as at the end of its process
     [found] = LLM(model(), **options).generate([{"prompt_token_ids": tokens}], replace(GREEDY, max_tokens=2))
     assert len(tokens) - EVERY_STEPS - 2 <= found.n_cached_tokens
 
