@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Int, Int32, Int64, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kept import NOTHING_LOST, KeptWanted, Lost
 from jaxlamina.workers.capacity import is_accelerator
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -179,9 +179,16 @@ class KVPools:
             else:
                 for part in parts:
                     part.copy_to_host_async()
-            self.kept.later(
-                partial(_put, self.kept, places[piece], marks[piece], parts, as_rows), len(places[piece])
-            )
+            rows = partial(_rows_of, parts, as_rows, len(places[piece]))
+            self.kept.later(places[piece], marks[piece], rows)
+
+    def take_lost(self, *, wait: bool) -> Lost:
+        """As of `KVWorker`."""
+        if self._of_kept is None:
+            return NOTHING_LOST
+        if wait:
+            self._of_kept.flush()
+        return self._of_kept.take_lost()
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Copies what is kept at ``places`` into ``slots``; it stays kept. Pieces are read into a few arrays
@@ -269,14 +276,8 @@ class KVPools:
 _AsRows = Callable[[jax.Array], np.ndarray]
 
 
-def _put(
-    kept: KeptKV,
-    places: Int[np.ndarray, " n"],
-    marks: UInt64[np.ndarray, " n"],
-    parts: Sequence[jax.Array],
-    as_rows: _AsRows,
-) -> None:
-    kept.put(places, marks, [as_rows(part)[: len(places)] for part in parts])
+def _rows_of(parts: Sequence[jax.Array], as_rows: _AsRows, n: int) -> list[Shaped[np.ndarray, "n ..."]]:
+    return [as_rows(part)[:n] for part in parts]
 
 
 def _pinned_rows(x: jax.Array) -> UInt8[np.ndarray, "M row_bytes"]:
