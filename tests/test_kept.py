@@ -308,6 +308,30 @@ def test_what_is_brought_is_what_was_kept_there(kv, packs, tmp_path):
     pools.kept.close()
 
 
+def test_without_pinned_memory_kept_kv_goes_by_other_memory(monkeypatch):
+    """Both ways. A limit of an accelerator's pinned memory is what JAX says here."""
+    put = jax.device_put
+
+    def refused(x, where=None):
+        if getattr(where, "memory_kind", None) == "pinned_host":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return put(x, where)
+
+    spec = AttentionSpec(2, 4, np.dtype(np.float32), 1.0, None, None, "auto")
+    pools = KVPools([spec] * 2, 64, jax.devices()[0])
+    pools._packs = True
+    assert pools.host.pinned is not None
+    monkeypatch.setattr(jax, "device_put", refused)
+    pools.open_kept("worker0", KeptWanted(None, "one", 64))
+    slots, marks = np.arange(40), np.ones(40, np.uint64)
+    pools.k = [x.at[:].set(np.arange(64)[:, None, None]) for x in pools.k]
+    pools.keep(slots, slots, marks)
+    kept = pools.kept_rows(slots).copy()
+    pools.bring(slots[::-1], slots)
+    pools.keep(slots, slots, marks)
+    assert (pools.kept_rows(slots) == kept[::-1]).all() and not len(pools.take_lost(wait=True).places)
+
+
 def test_a_file_is_mapped_ahead_as_it_fills_and_takes_no_memory(tmp_path):
     """In memory, where reading what nobody has written would take pages."""
     row_bytes = 3 * mmap.PAGESIZE // 2
