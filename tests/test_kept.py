@@ -266,7 +266,9 @@ def test_where_nothing_fits_nothing_is_kept(tmp_path, caplog):
     assert len(prefixes.find(digests)) == 3
     assert kept_prefixes(wanted, found).n_used == 0
     first, second = says_full(caplog)
-    assert "10 tokens" in first and f"{tmp_path}/index has no room" in second
+    assert (
+        "10 tokens" in first and "No KV is kept here" in first and f"{tmp_path}/index has no room" in second
+    )
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

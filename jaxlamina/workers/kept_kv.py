@@ -140,7 +140,7 @@ class KeptKV:
             self.n_places = found if found is not None else self._make(head, n_places, n_sharing)
             whole = self._mapped(ahead)
         except (OSError, MemoryError) as error:
-            self._say_lost(error, n_places)
+            self._say_full(error, n_places, "No KV is kept here, and a recovery computes it again")
             self.n_places, whole = 0, np.empty(_n_bytes(0, row_bytes), np.uint8)
         at = _n_bytes(self.n_places, 0)
         self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
@@ -293,19 +293,21 @@ class KeptKV:
             if not is_full(error):
                 raise
             self._lost.put(Lost(waiting.places, waiting.marks))
-            self._say_lost(error, len(waiting.places))
+            self._say_full(
+                error,
+                len(waiting.places),
+                "They are not kept, and a recovery computes them again; "
+                "jaxlamina:kept_kv_lost_tokens_total counts such tokens",
+            )
 
-    def _say_lost(self, error: BaseException, n: int) -> None:
+    def _say_full(self, error: BaseException, n: int, so: str) -> None:
         """Once, since later there is a metric. Raises what says something else."""
         if not is_full(error):
             raise error
         if not self._is_full:
             self._is_full = True
             wanted = f"{n} tokens, {n * self.row_bytes / 2**20:.1f} MiB"
-            _say_full(
-                f"{self._where} has no room for {wanted} ({_words(error)}). They are not kept, and a "
-                "recovery computes them again; jaxlamina:kept_kv_lost_tokens_total counts such tokens"
-            )
+            _say_full(f"{self._where} has no room for {wanted} ({_words(error)}). {so}")
 
     def _try(self, what: Callable[[], object]) -> None:
         try:
@@ -367,6 +369,8 @@ class _Index(msgspec.Struct):
 def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
     """What the keepers have, as it was written down where they keep it; what is not both there and written
     down is nothing. Keepers may have come and gone since."""
+    if not len(found.marks):
+        return KeptPrefixes(found.capacities)
     path = None if wanted.folder is None else Path(wanted.folder, "index")
     file = _open(path)
     try:
