@@ -7,6 +7,7 @@ store outlives it. Knows requests, and an executor that copies; nothing of sched
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,7 @@ from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, Digests, KeptPrefixes
 from jaxlamina.run.executor import Executor
 
 _MOST_BEHIND_BYTES = 2**28  # of KV that is to be kept and not written yet
+_TRY_AGAIN_S = 60.0  # after memory for kept KV was full
 
 
 class Keeping:
@@ -32,6 +34,8 @@ class Keeping:
         self._most_behind = max(1, _MOST_BEHIND_BYTES // bytes_per_token)
         self.prefixes = prefixes
         self._n_steps, self._is_time = 0, False
+        self._lost_marks: list[np.ndarray] = []  # of tokens that running requests may have
+        self._try_again_s = math.inf
 
     def find(self, request: Request, n_cached: int) -> np.ndarray:
         """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
@@ -39,8 +43,12 @@ class Keeping:
         if request.scores_prompt or not self.prefixes.n_used:
             return nothing
         digests = self._digests(request, request.n_known)
-        found = self.prefixes.find(digests.part(n_cached, request.n_known - 1))
-        return found if n_cached + len(found) >= self._min_tokens <= len(found) else nothing
+        wanted = digests.part(n_cached, request.n_known - 1)
+        found = self.prefixes.find(wanted)
+        if not n_cached + len(found) >= self._min_tokens <= len(found):
+            return nothing
+        # What is being written may find no memory. Until that is known nothing can be said to be kept.
+        return self.prefixes.find(wanted) if self._lose(wait=True) else found
 
     def bring(self, moves: Sequence[Move]) -> None:
         """``source``: places, ``target``: slots."""
@@ -55,6 +63,11 @@ class Keeping:
     def keep(self, running: Sequence[Request]) -> None:
         """What of them is in the pools and not kept yet; while keepers are far behind, so much of it that no
         step waits for them."""
+        self._lose(wait=False)
+        self._go_back(running)
+        if time.monotonic() >= self._try_again_s:
+            self.prefixes.try_again()
+            self._try_again_s = math.inf
         self._n_steps += 1
         is_time = self._is_time = self._is_time or self._n_steps % EVERY_STEPS == 0
         left = self._most_behind - self._executor.n_behind
@@ -79,6 +92,25 @@ class Keeping:
         if sum(map(len, slots)):
             self._executor.keep(*map(np.concatenate, (slots, places, marks)))
 
+    def _lose(self, *, wait: bool) -> bool:
+        """Forgets what keepers had no memory for, if anything."""
+        lost = self._executor.take_lost(wait=wait)
+        if len(lost.places):
+            self.prefixes.lose(lost)
+            self._lost_marks.append(lost.marks)
+            self._try_again_s = time.monotonic() + _TRY_AGAIN_S
+        return len(lost.places) > 0
+
+    def _go_back(self, running: Sequence[Request]) -> None:
+        """What follows lost tokens is not found. They are kept after all, in place of the oldest ones: where
+        those are there is memory."""
+        if not self._lost_marks:
+            return
+        marks, self._lost_marks = np.concatenate(self._lost_marks), []
+        for request in running:
+            is_lost = np.isin(request.digests.low[: request.n_kept], marks)
+            request.n_kept = int(is_lost.argmax()) if is_lost.any() else request.n_kept
+
     @staticmethod
     def begin_anew(requests: Iterable[Request]) -> None:
         """What was kept of ``requests`` is not where others find it any more."""
@@ -92,6 +124,7 @@ class Keeping:
             "kept_kv_slots_used": prefixes.n_used,
             "kept_kv_behind": self._executor.n_behind,
             "n_kept_tokens": prefixes.n_kept_tokens,
+            "n_kept_lost_tokens": prefixes.n_lost_tokens,
             "n_kept_hit_tokens": self._n_brought,
             "kept_kv_brought_bytes": self._n_brought * self._bytes_per_token,
             "kept_kv_brought_s": self._brought_s,

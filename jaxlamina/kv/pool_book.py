@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
+from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted, Lost
 from jaxlamina.kv.kv_worker import KVWorker, marks_of_all
 from jaxlamina.kv.placement import (
     NO_SLOT,
@@ -360,6 +360,14 @@ class PoolBook:
     def n_behind(self) -> int:
         """Tokens, of the worker that is behind the most."""
         return max(worker.n_behind for worker in self._workers)
+
+    def take_lost(self, *, wait: bool) -> Lost:
+        """By heads a token is lost where any worker has lost it."""
+        each = [worker.take_lost(wait=wait) for worker in self._workers]
+        if self.placement is not None:
+            firsts = self._kept_bounds
+            each = [lost._replace(places=lost.places + firsts[w]) for w, lost in enumerate(each)]
+        return Lost.joined(each)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from jaxtyping import Int, UInt8, UInt64
 
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kept import KeptWanted, Lost
 from jaxlamina.kv.planned_rows import SegmentSlots
 
 
@@ -46,11 +47,19 @@ class RemoteWorker:
         found = self._group.receive(self._rank, m.KeptMarks, PREPARE_DEADLINE_S).marks.numpy()
         # What was kept before is written by now, and said to be.
         self._n_to_keep = self._group.control.n_kept[self._rank] = 0
+        self._group.control.not_kept.pop(self._rank, None)
         return found
 
     @property
     def n_behind(self) -> int:
         return self._n_to_keep - self._group.control.n_kept.get(self._rank, 0)
+
+    def take_lost(self, *, wait: bool) -> Lost:
+        if wait and self.n_behind:
+            self.kept_rows(np.empty(0, np.int32))  # comes after all that is written before
+        said = self._group.control.not_kept.get(self._rank, deque())
+        each = (said.popleft() for _ in range(len(said)))
+        return Lost.joined(Lost(of.places.numpy(), of.marks.numpy()) for of in each)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
