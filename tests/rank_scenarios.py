@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +32,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.models import random_params
 from jaxlamina.models.causal_lm import built
+from jaxlamina.process.descendants import descendants
 from jaxlamina.weights.sources import InMemoryModel
 
 # Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
@@ -273,6 +276,45 @@ def keeps(group: Any, model: str, most_behind: int = 24) -> dict[str, Any]:
         kept = llm.stats()["n_kept_tokens"]
         found.append({"most": max(behind), "least": llm.executor.n_behind, "kept": kept})
     return {"found": found}
+
+
+def full(group: Any, model: str) -> dict[str, Any]:
+    """The same tokens as unsplit where one of the ranks has no memory for more kept KV: it says what it lost,
+    and nobody is given what is not there."""
+    limits = {"max_num_seqs": 4, "max_model_len": 96, "prefix_caching": False}
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+    def tokens_of(llm: LLM, step: int = 1) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": p[::step]} for p in PROMPTS]
+        return [list(o.token_ids) for o in llm.generate(prompts, params)]
+
+    def of_both(llm: LLM) -> list[list[int]]:
+        return tokens_of(llm) + tokens_of(llm, -1)
+
+    expected = unsplit(["full", model, limits], of_both, model, limits)
+    llm = LLM(source(model), group=group, **limits, kept_kv_slots=400)
+    same = [of_both(llm) == expected]
+    pid, most = next(found for pid in descendants(os.getppid()) if (found := (pid, kept_bytes(pid)))[1])
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, hard))
+    more = [{"prompt_token_ids": [i, *p, *p]} for i in (3, 4) for p in PROMPTS]
+    llm.generate(more, params)
+    same += [of_both(llm) == expected for _ in range(3)]
+    llm.engine.check_integrity()
+    stats = llm.stats()
+    return {"same": all(same), "lost": stats["n_kept_lost_tokens"], "hits": stats["n_kept_hit_tokens"]}
+
+
+def kept_bytes(pid: int) -> int:
+    """How far another process has written what it keeps KV in, a file without a name; 0: it keeps none."""
+    for file in Path(f"/proc/{pid}/fd").iterdir() if pid != os.getpid() else ():
+        with suppress(OSError):
+            if "jaxlamina-kept-" in os.readlink(file):
+                head = 4096 + 400 * 8
+                row_bytes = (os.stat(file).st_size - head) // 400
+                marks = np.fromfile(file, np.uint64, 400, offset=4096)
+                return head + row_bytes * int(1 + np.flatnonzero(marks).max())
+    return 0
 
 
 def moves(group: Any, model: str) -> dict[str, Any]:
@@ -654,6 +696,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, held, keeps, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
+        greedy, updated, ahead, as_written, answer, branches, full, held, keeps, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
     )
 }  # fmt: skip

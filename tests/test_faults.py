@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_examples import tiny_words_folder
-from fault_runs import Run, limit_memory
+from fault_runs import Run, fill, limit_memory, small_disk, why_no_small_disk
 from fault_scenarios import SCENARIOS
 from serving import ROOT
 from supervised import (
@@ -38,6 +38,7 @@ from supervised import (
 )
 
 SOAK_S = float(os.environ.get("SOAK_S", "120"))  # of load with faults
+RANKS = ["launch", "--dop", "1,2", "--transport", "xla", "--local-attention", "0", *ON_CPUS]
 FAULT_EVERY_S = float(os.environ.get("FAULT_EVERY_S", "13"))  # on average
 
 
@@ -78,6 +79,40 @@ def test_a_server_that_gets_no_more_memory_is_started_again(tiny):
         assert len(restarts(server)) == 1
     finally:
         server.close()
+
+
+@pytest.mark.skipif(why_no_small_disk() is not None, reason=why_no_small_disk() or "")
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("job", [[], pytest.param(RANKS, marks=pytest.mark.slow)], ids=["one", "ranks"])
+def test_a_server_whose_memory_for_kept_kv_is_full_goes_on(job, tiny, tmp_path):
+    """Without keeping, which it says once; and a fault then costs time alone."""
+    with contextlib.ExitStack() as cleanups:
+        cleanups.enter_context(small_disk(tmp_path / "kept"))
+        server = Supervised.of(job, tiny, ["--kept-kv-folder", str(tmp_path / "kept")])
+        cleanups.callback(server.close)
+
+        def counted(name):
+            metrics = server.get("/metrics").decode()
+            return float(re.search(rf"^jaxlamina:{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)[1])
+
+        def says_full():
+            return [line for line in server.lines if "the memory for kept KV is full" in line]
+
+        asked = {name: Asked(server.port, *request) for name, request in REQUESTS.items()}
+        wait_until(lambda: len(asked["greedy"].events) >= 60)
+        assert not says_full() and counted("kept_kv_lost_tokens_total") == 0
+        fill(tmp_path / "kept")
+        wait_until(lambda: len(asked["greedy"].events) >= 160)
+        assert counted("kept_kv_lost_tokens_total") > 50
+        assert 1 <= len(says_full()) <= (2 if job else 1) and not restarts(server), "\n".join(server.lines)
+        assert "No space left on device" in says_full()[0]
+        os.kill(find("server" if not job else "rank 1", server.process.pid), signal.SIGKILL)
+        for one in asked.values():
+            one.join(DEADLINE_S)
+        assert len(restarts(server)) == 1, "\n".join(server.lines)
+        assert counted("recomputed_tokens_total") > 600
+        said = {name: one.said for name, one in asked.items()}
+        assert said == {name: one.said for name, one in answers(server.port).items()}
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@ whole models that go on after what an earlier one has computed."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from jaxlamina.engine.keeping import Keeping
 from jaxlamina.engine.request import Request
 from jaxlamina.errors import UserError
 from jaxlamina.kv import SlotList
-from jaxlamina.kv.kept import EVERY_STEPS, RECORD, KeptFound, KeptPrefixes, KeptWanted
+from jaxlamina.kv.kept import EVERY_STEPS, NOTHING_LOST, RECORD, KeptFound, KeptPrefixes, KeptWanted, Lost
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_folders
 from jaxlamina.weights.fingerprint import fingerprint
@@ -120,6 +122,9 @@ class Keepers:
     def keep(self, slots, places, marks):
         pass
 
+    def take_lost(self, places):
+        return NOTHING_LOST
+
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -203,7 +208,46 @@ def test_places_that_hold_something_else_are_forgotten():
     again.check_integrity()
 
 
+def test_what_is_lost_is_not_found_and_where_it_was_to_be_is_left_alone():
+    """Its keeper goes on where it has kept something; others do not mind."""
+    prefixes = KeptPrefixes([6, 4])
+    old, new = prefixes.digests([1, 2, 3]), prefixes.digests([4, 5])
+    kept, zeros = prefixes.add(old, np.zeros(3, int)), np.zeros(2, int)
+    of_other = prefixes.add(prefixes.digests([9, 9]), zeros + 1)
+    lost = prefixes.add(new, zeros)
+    twice = Lost.joined([Lost(lost.places, lost.marks)] * 2)  # two workers with a part of the KV each
+    prefixes.lose(twice)
+    prefixes.check_integrity()
+    assert len(prefixes.find(new)) == 0 and len(prefixes.find(old)) == 3 and prefixes.n_lost_tokens == 2
+    prefixes.next_round()
+    again = prefixes.add(new, zeros)
+    assert set(again.places.tolist()) <= set(kept.places.tolist()) and len(prefixes.find(old)) == 1
+    prefixes.lose(Lost(again.places, lost.marks + np.uint64(1)))  # another token's
+    assert len(prefixes.find(new)) == 2 and prefixes.n_lost_tokens == 2
+    assert len(prefixes.find(prefixes.digests([9, 9]))) == len(of_other.places)
+    assert len(prefixes.add(prefixes.digests([7, 7]), zeros + 1).places) == 2
+    prefixes.try_again()
+    prefixes.check_integrity()
+    assert len(prefixes.add(prefixes.digests([8, 8, 8]), np.zeros(3, int)).places) == 3
+    assert len(prefixes.find(new)) == 2
+    prefixes.clear()
+    prefixes.check_integrity()
+
+
 # --- the store ---
+
+
+@contextlib.contextmanager
+def full(n_bytes):
+    """Files may not grow beyond it, as where there is no memory for more."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def rows(n, seed=0):
@@ -214,9 +258,7 @@ def test_a_store_is_found_again_and_another_is_not(tmp_path):
     store = KeptKV(tmp_path / "a" / "0.kv", 24, "one", 10, 1)
     assert store.n_places == 10 and not store.marks.any()
     places, parts = np.asarray([7, 2, 3]), rows(3)
-    store.later(
-        lambda: store.put(places, np.asarray([1, 2, 3], np.uint64), [parts[:, :8], parts[:, 8:]]), places
-    )
+    store.later(places, np.asarray([1, 2, 3], np.uint64), lambda: [parts[:, :8], parts[:, 8:]])
     store.put(places[:0], np.zeros(0, np.uint64), [parts[:0]])  # nothing
     assert (store.rows_at(places) == parts).all() and (store.rows_at(np.asarray([2, 3])) == parts[1:]).all()
     store.close()
@@ -250,13 +292,73 @@ def test_what_fails_to_be_written_is_heard_of(tmp_path):
     def fails():
         raise OSError("no")
 
-    store.later(fails, np.asarray([2]))
+    one = np.zeros(1, int), np.ones(1, np.uint64), fails
+    store.later(*one)
     with pytest.raises(OSError, match="no"):
         store.flush()
-    for asks in (lambda: store.wait_for(np.asarray([2])), lambda: store.later(fails, np.asarray([1]))):
+    for asks in (lambda: store.wait_for(one[0]), lambda: store.later(*one)):
         with pytest.raises(OSError, match="no"):
             asks()
     assert not store.n_behind  # or nobody would be told
+
+
+def says_full(caplog):
+    return [line for line in caplog.messages if "the memory for kept KV is full" in line]
+
+
+def test_what_there_is_no_memory_for_is_lost_and_the_rest_stays(tmp_path, caplog):
+    """Also of a device's rows that do not fit into this process's memory."""
+    store = KeptKV(tmp_path / "0.kv", 24, "one", 10, 1)
+    marks, values = np.arange(1, 11, dtype=np.uint64), rows(10)
+
+    def later(places):
+        store.later(np.asarray(places), marks[places], lambda: [values[places]])
+
+    def no_memory():
+        raise MemoryError
+
+    later([0, 1, 2])
+    store.flush()
+    with full(4096 + 10 * 8 + 5 * 24):
+        for places in ([3, 4, 5, 6], [7], [2, 1]):
+            later(places)
+        store.later(np.asarray([8]), marks[[8]], no_memory)
+        store.flush()
+    lost = store.take_lost()
+    assert lost.places.tolist() == [3, 4, 5, 6, 7, 8] and (lost.marks == marks[lost.places]).all()
+    assert not len(store.take_lost().places) and not store.n_behind
+    [line] = says_full(caplog)
+    assert f"{tmp_path}/0.kv has no room for 4 tokens, 0.0 MiB (File too large)" in line, line
+    later([7])
+    store.flush()
+    store.close()
+    again = KeptKV(tmp_path / "0.kv", 24, "one", 10, 1)
+    marked = np.asarray([0, 1, 2, 7])
+    assert np.flatnonzero(again.marks).tolist() == marked.tolist()
+    assert (again.rows_at(marked) == values[marked]).all()
+    again.close()
+
+
+def test_where_nothing_fits_nothing_is_kept(tmp_path, caplog):
+    """Neither KV nor what it is found by."""
+    with full(4096):
+        store = KeptKV(tmp_path / "0.kv", 24, "one", 10, 1)
+    assert store.n_places == len(store.marks) == 0
+    store.close()
+    wanted, found = (
+        KeptWanted(str(tmp_path), "one", 10),
+        KeptFound(("0",), (10,), "one", np.zeros(10, np.uint64)),
+    )
+    with full(4096 + 100):
+        prefixes = kept_prefixes(wanted, found)
+    digests = prefixes.digests([1, 2, 3])
+    prefixes.add(digests, np.zeros(3, int))
+    assert len(prefixes.find(digests)) == 3
+    assert kept_prefixes(wanted, found).n_used == 0
+    first, second = says_full(caplog)
+    assert (
+        "10 tokens" in first and "No KV is kept here" in first and f"{tmp_path}/index has no room" in second
+    )
 
 
 def test_what_is_brought_waits_for_that_to_be_written_and_for_nothing_else():
@@ -268,7 +370,12 @@ def test_what_is_brought_waits_for_that_to_be_written_and_for_nothing_else():
     pools.keep(old, old, np.ones(5, np.uint64))
     kept.flush()
     may_write = threading.Event()
-    kept.later(lambda: may_write.wait(120), np.asarray([20]))  # a host that is slow
+
+    def slow():
+        assert may_write.wait(120)
+        return [np.zeros((1, pools.row_bytes), np.uint8)]
+
+    kept.later(np.asarray([20]), np.ones(1, np.uint64), slow)
     pools.keep(new, new, np.ones(2, np.uint64))
     pools.bring(old, old + 30)
     assert kept.rows_at(old).any() and kept.n_behind == 3
@@ -320,6 +427,30 @@ def test_what_is_brought_is_what_was_kept_there(kv, packs, tmp_path):
     with pytest.raises(IndexError, match="places"):
         pools.bring(np.asarray([-1]), np.asarray([0]))
     pools.kept.close()
+
+
+def test_without_pinned_memory_kept_kv_goes_by_other_memory(monkeypatch):
+    """Both ways. A limit of an accelerator's pinned memory is what JAX says here."""
+    put = jax.device_put
+
+    def refused(x, where=None):
+        if getattr(where, "memory_kind", None) == "pinned_host":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return put(x, where)
+
+    spec = AttentionSpec(2, 4, np.dtype(np.float32), 1.0, None, None, "auto")
+    pools = KVPools([spec] * 2, 64, jax.devices()[0])
+    pools._packs = True
+    assert pools.host.pinned is not None
+    monkeypatch.setattr(jax, "device_put", refused)
+    pools.open_kept("worker0", KeptWanted(None, "one", 64))
+    slots, marks = np.arange(40), np.ones(40, np.uint64)
+    pools.k = [x.at[:].set(np.arange(64)[:, None, None]) for x in pools.k]
+    pools.keep(slots, slots, marks)
+    kept = pools.kept_rows(slots).copy()
+    pools.bring(slots[::-1], slots)
+    pools.keep(slots, slots, marks)
+    assert (pools.kept_rows(slots) == kept[::-1]).all() and not len(pools.take_lost(slots).places)
 
 
 def test_a_file_is_mapped_ahead_as_it_fills_and_takes_no_memory(tmp_path):
@@ -695,3 +826,70 @@ def test_no_step_waits_for_what_is_kept(way, monkeypatch):
     stats = llm.stats()
     assert stats["n_kept_tokens"] > 37 + 20 + 64 + 2 * 30
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("way", ["unsplit", "heads", "two by tokens"])
+def test_a_job_whose_memory_for_kept_kv_is_full_goes_on(way, tmp_path):
+    """The same tokens, also by what is found then; and what is newest is kept, in place of the oldest."""
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "prefix_caching": False} | WAYS[way]
+    n_tokens, other = (
+        37 + 20 + 64 + 3 * 40,
+        [{"prompt_token_ids": p["prompt_token_ids"][::-1]} for p in prompts()],
+    )
+    plain = LLM(model(), **options)
+    expected = [[o.token_ids for o in plain.generate(asked, GREEDY)] for asked in (prompts(), other)]
+    llm = LLM(model(), **options, kept_kv_slots=600, kept_kv_folder=str(tmp_path))
+    [*files] = tmp_path.glob("*.kv")
+    n_sharing = len(files) if way == "two by tokens" else 1
+    n_places, n_fit = 600 // n_sharing, n_tokens // n_sharing
+    row = max((file.stat().st_size - 4096) // n_places - 8 for file in files)
+
+    def tokens_of(llm, asked):
+        return [o.token_ids for o in llm.generate(asked, GREEDY)]
+
+    with full(4096 + n_places * 8 + n_fit * row):
+        for _ in range(2):
+            assert [tokens_of(llm, asked) for asked in (prompts(), other)] == expected
+            llm.engine.check_integrity()
+            llm.engine.scheduler.room.kept.prefixes.check_integrity()
+        stats = llm.stats()
+        assert 20 < stats["n_kept_lost_tokens"] < 600 and stats["kept_kv_slots_used"] <= n_tokens
+        found = llm.generate(other, replace(GREEDY, max_tokens=1))
+        assert sum(o.n_cached_tokens for o in found) > 30
+    later = LLM(model(), **options, kept_kv_slots=600, kept_kv_folder=str(tmp_path))
+    found = later.generate(other, GREEDY)
+    assert [o.token_ids for o in found] == expected[1]
+    assert sum(o.n_cached_tokens for o in found) > 30
+    assert tokens_of(later, prompts()) == expected[0] and not later.stats()["n_kept_lost_tokens"]
+
+
+def test_memory_that_is_there_again_is_used_again(monkeypatch):
+    monkeypatch.setattr("jaxlamina.engine.keeping._TRY_AGAIN_S", 0.0)
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "kept_kv_slots": 600, "split": False}
+    llm = LLM(model(), **options)
+    with full(4096 + 600 * 8):
+        llm.generate(prompts(), GREEDY)
+    assert llm.stats()["n_kept_lost_tokens"] > 100 and not llm.stats()["n_kept_hit_tokens"]
+    other = [{"prompt_token_ids": p["prompt_token_ids"][::-1]} for p in prompts()]
+    llm.generate(other, GREEDY)
+    assert llm.stats()["kept_kv_slots_used"] >= 37 + 20 + 64 + 3 * 20
+
+
+@pytest.mark.parametrize("way", ["unsplit", "two by tokens"])
+def test_nothing_is_found_that_turns_out_to_be_lost(way, monkeypatch):
+    """Whoever looks for it while it is written."""
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "prefix_caching": False} | WAYS[way]
+    expected = [o.token_ids for o in LLM(model(), **options).generate(prompts(), GREEDY)]
+    llm = LLM(model(), **options, kept_kv_slots=600)
+    put = KeptKV.put
+
+    def slow_put(*args):
+        time.sleep(0.5)
+        put(*args)
+
+    monkeypatch.setattr(KeptKV, "put", slow_put)
+    with full(4096 + 600 * 8):
+        llm.generate(prompts(), replace(GREEDY, max_tokens=3))
+        assert llm.executor.n_behind
+        again = llm.generate(prompts(), GREEDY)
+    assert [o.token_ids for o in again] == expected and [o.n_cached_tokens for o in again] == [0, 0, 0]

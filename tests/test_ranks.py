@@ -112,6 +112,16 @@ def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("transport", "partition"),
+    [mpi("heads"), slow("mpi", "requests"), slow("xla", "heads"), slow("xla", "tokens")],
+)
+def test_a_rank_whose_memory_for_kept_kv_is_full_goes_on(transport: str, partition: str) -> None:
+    """And all agree on what is kept."""
+    [found] = run_job(transport, 2, [("full", {"model": "llama"})], partition=partition)
+    assert found["same"] and found["lost"] > 0 < found["hits"], found
+
+
+@pytest.mark.parametrize(
     ("transport", "dop", "more"),
     [
         ("xla", 2, {}),

@@ -7,6 +7,7 @@ store outlives it. Knows requests, and an executor that copies; nothing of sched
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,7 @@ from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, NOTHING_KEPT, Digests, Ke
 from jaxlamina.run.executor import Executor
 
 _MOST_BEHIND_BYTES = 2**28  # of KV that is to be kept and not written yet
+_TRY_AGAIN_S = 60.0  # after memory for kept KV was full
 
 
 class Keeping:
@@ -32,6 +34,8 @@ class Keeping:
         self._most_behind = max(1, _MOST_BEHIND_BYTES // bytes_per_token)
         self.prefixes = prefixes
         self._n_steps, self._is_time = 0, False
+        self._has_lost = False
+        self._try_again_s = math.inf
 
     def find(self, request: Request, n_cached: int) -> np.ndarray:
         """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
@@ -39,8 +43,12 @@ class Keeping:
         if request.scores_prompt or not self.prefixes.n_used:
             return nothing
         digests = self._digests(request, request.n_known)
-        found = self.prefixes.find(digests.part(n_cached, request.n_known - 1))
-        return found if n_cached + len(found) >= self._min_tokens <= len(found) else nothing
+        wanted = digests.part(n_cached, request.n_known - 1)
+        found = self.prefixes.find(wanted)
+        if not n_cached + len(found) >= self._min_tokens <= len(found):
+            return nothing
+        # What is being written may find no memory. Until that is known nothing can be said to be kept.
+        return self.prefixes.find(wanted) if self._lose(found) else found
 
     def bring(self, moves: Sequence[Move]) -> None:
         """``source``: places, ``target``: slots."""
@@ -55,11 +63,14 @@ class Keeping:
     def keep(self, running: Sequence[Request]) -> None:
         """What of them is in the pools and not kept yet; while keepers are far behind, so much of it that no
         step waits for them."""
+        self._lose(NOTHING_KEPT)
+        if time.monotonic() >= self._try_again_s:
+            self.prefixes.try_again()
+            self._try_again_s = math.inf
         self._n_steps += 1
-        if self._n_steps % EVERY_STEPS == 0:
-            self._is_time = True
+        is_time = self._is_time = self._is_time or self._n_steps % EVERY_STEPS == 0
+        if self._has_lost or self._n_steps % EVERY_STEPS == 0:
             self._look_again(running)
-        is_time = self._is_time
         left = self._most_behind - self._executor.n_behind
         slots, places, marks = [], [], []
         for request in running:
@@ -86,10 +97,20 @@ class Keeping:
     def _look_again(self, running: Sequence[Request]) -> None:
         """What is kept of ``running`` is in use, all of it: its first tokens are what the rest is found by.
         What follows a token that has gone, or had no place, is to be kept again."""
+        self._has_lost = False
         self.prefixes.next_round()
         for request in running:
             n = self.prefixes.use(request.kept_at, request.digests)
             request.n_kept, request.kept_at = n, request.kept_at[:n]
+
+    def _lose(self, places: np.ndarray) -> bool:
+        """Forgets what keepers had no memory for, if anything, once it is known of ``places``."""
+        lost = self._executor.take_lost(places)
+        if len(lost.places):
+            self.prefixes.lose(lost)
+            self._try_again_s = time.monotonic() + _TRY_AGAIN_S
+            self._has_lost = True
+        return len(lost.places) > 0
 
     @staticmethod
     def begin_anew(requests: Iterable[Request]) -> None:
@@ -104,6 +125,7 @@ class Keeping:
             "kept_kv_slots_used": prefixes.n_used,
             "kept_kv_behind": self._executor.n_behind,
             "n_kept_tokens": prefixes.n_kept_tokens,
+            "n_kept_lost_tokens": prefixes.n_lost_tokens,
             "n_kept_hit_tokens": self._n_brought,
             "kept_kv_brought_bytes": self._n_brought * self._bytes_per_token,
             "kept_kv_brought_s": self._brought_s,

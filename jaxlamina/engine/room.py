@@ -24,6 +24,7 @@ _NOTHING_KEPT: dict[str, float] = {
     "kept_kv_slots_used": 0,
     "kept_kv_behind": 0,
     "n_kept_tokens": 0,
+    "n_kept_lost_tokens": 0,
     "n_kept_hit_tokens": 0,
     "kept_kv_brought_bytes": 0,
     "kept_kv_brought_s": 0.0,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,21 @@ class Kept(NamedTuple):
     at: Int32[np.ndarray, " n"]
 
 
+class Lost(NamedTuple):
+    """Places where tokens were to be kept, known by ``marks``, and are not: there was no memory for them."""
+
+    places: Int[np.ndarray, " m"]
+    marks: UInt64[np.ndarray, " m"]
+
+    @classmethod
+    def joined(cls, each: Iterable[Lost]) -> Lost:
+        places, marks = zip(NOTHING_LOST, *each, strict=True)
+        return cls(np.concatenate(places), np.concatenate(marks))
+
+
+NOTHING_LOST = Lost(np.empty(0, np.int64), np.empty(0, np.uint64))
+
+
 class KeptWanted(NamedTuple):
     """What workers are told of what they are to keep. ``folder``: where, None: in their own memory.
     ``identity``: what KV depends on beside tokens, and how many places somebody has asked for. ``n_places``:
@@ -138,8 +153,9 @@ class KeptPrefixes:
         # Of each keeper: if it has no free place, none of its tokens was used before.
         self._oldest = np.zeros(len(self.capacities), np.int64)
         self._to_go: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of each keeper, as `_first_to_go` has it
+        self._aside: list[list[int]] = []  # of each keeper: nobody's, and there may be no memory for them
         self._read()
-        self.n_kept_tokens = 0
+        self.n_kept_tokens = self.n_lost_tokens = 0
 
     def _read(self) -> None:
         low = self._records["low"]
@@ -152,6 +168,7 @@ class KeptPrefixes:
             (first + np.flatnonzero(low[first:last] == 0)[::-1]).tolist()
             for first, last in zip(self._bounds, self._bounds[1:], strict=False)
         ]
+        self._aside = [[] for _ in self._free]
 
     @property
     def n_places(self) -> int:
@@ -232,6 +249,25 @@ class KeptPrefixes:
         self.n_kept_tokens += len(which)
         return Kept(which, places, marks, at[:n])
 
+    def lose(self, lost: Lost) -> None:
+        """Forgets tokens that are not at their places. A keeper that had no memory for them has it where it
+        keeps tokens already: those places go on, and the others are left alone until `try_again`."""
+        gone = np.unique(lost.places[self._records["low"][lost.places] == lost.marks])
+        for low in self._records["low"][gone].tolist():
+            del self._place_of[low]
+        self._records["low"][gone] = 0
+        self.n_lost_tokens += len(gone)
+        keepers = np.searchsorted(self._bounds, gone, "right") - 1
+        for keeper in np.unique(keepers).tolist():
+            self._aside[keeper] += self._free[keeper] + gone[keepers == keeper].tolist()
+            self._free[keeper] = []
+
+    def try_again(self) -> None:
+        """Places that `lose` has left alone are given to tokens again, after all others."""
+        self._free = [aside + free for aside, free in zip(self._aside, self._free, strict=True)]
+        self._oldest[:] = 0
+        self._aside = [[] for _ in self._free]
+
     def clear(self) -> None:
         """Forgets everything."""
         self._records["low"] = 0
@@ -297,7 +333,7 @@ class KeptPrefixes:
         held = np.flatnonzero(low)
         if {int(low[p]): int(p) for p in held} != self._place_of:
             raise RuntimeError("places and what they are found by do not agree")
-        free = sorted(place for of_keeper in self._free for place in of_keeper)
+        free = sorted(place for of_keeper in self._free + self._aside for place in of_keeper)
         if free != np.flatnonzero(low == 0).tolist():
             raise RuntimeError("places that are free are not those without a token")
 

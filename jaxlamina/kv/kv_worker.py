@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt8, UInt64
 
-from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kept import KeptWanted, Lost
 
 
 @runtime_checkable
@@ -44,6 +44,10 @@ class KVWorker(Protocol):
     @property
     def n_behind(self) -> int:
         """Tokens that are to be kept and are not written yet."""
+
+    def take_lost(self, places: Int[np.ndarray, " n"]) -> Lost:
+        """What was to be kept and there was no memory for, as far as that is known and was not asked before.
+        Waits until it is known of ``places``."""
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
@@ -100,6 +104,9 @@ class LayersApart:
     @property
     def n_behind(self) -> int:
         return max(worker.n_behind for worker in self._workers)
+
+    def take_lost(self, places: Int[np.ndarray, " n"]) -> Lost:
+        return Lost.joined(worker.take_lost(places) for worker in self._workers)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]

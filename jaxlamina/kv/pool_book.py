@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import TOGETHER, WHOLE, KeptFound, KeptWanted
+from jaxlamina.kv.kept import TOGETHER, WHOLE, KeptFound, KeptWanted, Lost
 from jaxlamina.kv.kv_worker import KVWorker, marks_of_all
 from jaxlamina.kv.placement import (
     NO_SLOT,
@@ -361,6 +361,17 @@ class PoolBook:
     def n_behind(self) -> int:
         """Tokens, of the worker that is behind the most."""
         return max(worker.n_behind for worker in self._workers)
+
+    def take_lost(self, places: Int[np.ndarray, " n"]) -> Lost:
+        """By heads a token is lost where any worker has lost it."""
+        if self.placement is None:
+            return Lost.joined(worker.take_lost(places) for worker in self._workers)
+        each, keepers = [], self._keepers_at(places)
+        for w, worker in enumerate(self._workers):
+            first = self._kept_bounds[w]
+            lost = worker.take_lost(places[keepers == w] - first)
+            each.append(lost._replace(places=lost.places + first))
+        return Lost.joined(each)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]

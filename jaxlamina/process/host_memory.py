@@ -6,6 +6,7 @@ Knows Linux's files; nothing of devices or of what memory is wanted for.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import tempfile
@@ -23,6 +24,13 @@ def host_free_bytes(proc: Path = _MEMINFO, cgroup: Path = _CGROUPS, own: Path = 
     if not free:  # no Linux: all there is, half of it taken for used
         free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     return max(0, min(free))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether it says that there is no memory left: of this process, of a file's folder, or of JAX."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def memory_folder() -> Path:

@@ -262,7 +262,10 @@ class Copying:
             [rows] = self._ask(m.TakeKept(m.Array.of(places)), m.Rows).rows
             if rows.dtype != "uint8" or rows.shape != (len(places), kept.row_bytes):
                 raise UserError(f"{self._who} sent what is not the KV that was asked for")
-            kept.put(places, self._theirs[places], [rows.numpy()])
+            try:
+                kept.put(places, self._theirs[places], [rows.numpy()])
+            except OSError as error:
+                raise UserError(f"no memory is left for what it has ({error.strerror})") from None
         self._kept = kept
         kept.changed.set()  # of earlier processes it may have what the copy has not
         self._thread.start()

@@ -78,7 +78,8 @@ def moving_handlers(
         )
         pools = kv().plain
         found = copies.open_kept(pools, message.name, wanted, message.copy_at)
-        pools.kept.on_written = lambda n: client.send(m.KeptSoFar(n))
+        kept = pools.kept
+        kept.on_written = lambda n: client.send(m.KeptSoFar(n, *map(m.Array.of, kept.take_lost())))
         client.send(m.KeptMarks(m.Array.of(found)))
 
     def take_kept(message: m.TakeKept) -> None:

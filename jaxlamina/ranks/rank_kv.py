@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt8, UInt64
 
-from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kept import KeptWanted, Lost
 from jaxlamina.transports import Transport
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -86,6 +86,9 @@ class RankKV:
     @property
     def n_behind(self) -> int:
         return self._pools.n_behind
+
+    def take_lost(self, places: Int[np.ndarray, " n"]) -> Lost:
+        return self._pools.take_lost(places)
 
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]

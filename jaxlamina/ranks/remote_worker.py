@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from jaxtyping import Int, UInt8, UInt64
 
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kept import KeptWanted, Lost
 from jaxlamina.kv.planned_rows import SegmentSlots
 
 
@@ -21,6 +22,7 @@ class RemoteWorker:
         self._group, self._rank = group, rank
         self.copy_at: str | None = None
         self._n_to_keep = 0  # tokens, since `open_kept`
+        self._due = np.zeros(0, np.int64)  # of each place, how many are written once it is
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         self._send(m.CopySlots(_ints(src), _ints(dst)))
@@ -46,16 +48,27 @@ class RemoteWorker:
         found = self._group.receive(self._rank, m.KeptMarks, PREPARE_DEADLINE_S).marks.numpy()
         # What was kept before is written by now, and said to be.
         self._n_to_keep = self._group.control.n_kept[self._rank] = 0
+        self._due = np.zeros(len(found), np.int64)
+        self._group.control.not_kept.pop(self._rank, None)
         return found
 
     @property
     def n_behind(self) -> int:
         return self._n_to_keep - self._group.control.n_kept.get(self._rank, 0)
 
+    def take_lost(self, places: Int[np.ndarray, " n"]) -> Lost:
+        if len(places) and self._due[places].max() > self._group.control.n_kept.get(self._rank, 0):
+            last = int(self._due[places].argmax())
+            self.kept_rows(places[last : last + 1])  # comes once that is written, and the others are before
+        said = self._group.control.not_kept.get(self._rank, deque())
+        each = (said.popleft() for _ in range(len(said)))
+        return Lost.joined(Lost(of.places.numpy(), of.marks.numpy()) for of in each)
+
     def keep(
         self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
     ) -> None:
         self._n_to_keep += len(slots)
+        self._due[places] = self._n_to_keep
         self._send(m.Keep(_ints(slots), _ints(places), m.Array.of(marks)))
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:

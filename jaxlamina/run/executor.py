@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.kept import KeptFound, KeptWanted, Lost
 from jaxlamina.kv.placement import Held
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import Cut
@@ -164,6 +164,11 @@ class Executor(ABC):
         take the device's and the host's memory."""
         raise NotImplementedError
 
+    def take_lost(self, places: np.ndarray) -> Lost:
+        """Places where `keep` was to keep tokens and a keeper had no memory for them, as far as that is known
+        and was not asked before; waits until it is known of ``places``."""
+        raise NotImplementedError
+
     def keep(self, slots: np.ndarray, places: np.ndarray, marks: np.ndarray) -> None:
         """Copies the KV of ``slots`` to ``places`` of its keepers, to be known there by ``marks``."""
         raise NotImplementedError
@@ -250,6 +255,9 @@ class WrappedExecutor(Executor):
     @property
     def n_behind(self) -> int:
         return self.inner.n_behind
+
+    def take_lost(self, places: np.ndarray) -> Lost:
+        return self.inner.take_lost(places)
 
     def keep(self, slots: np.ndarray, places: np.ndarray, marks: np.ndarray) -> None:
         self.inner.keep(slots, places, marks)

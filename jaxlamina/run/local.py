@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.kept import KeptFound, KeptWanted, Lost
 from jaxlamina.kv.kv_worker import KVWorker
 from jaxlamina.kv.placement import Held, checked_partition
 from jaxlamina.kv.pool_book import PoolBook
@@ -260,6 +260,9 @@ class LocalExecutor(Executor):
     @property
     def n_behind(self) -> int:
         return self.book.n_behind
+
+    def take_lost(self, places: Slots) -> Lost:
+        return self.book.take_lost(as_slots(places))
 
     def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
         self.book.keep(as_slots(slots), as_slots(places), marks)

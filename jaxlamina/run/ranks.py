@@ -25,7 +25,7 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.sockets import parse_address
 from jaxlamina.job.group import Group
-from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.kept import KeptFound, KeptWanted, Lost
 from jaxlamina.kv.kv_worker import KVWorker, LayersApart
 from jaxlamina.kv.placement import AUTO, Held, checked_partition
 from jaxlamina.kv.pool_book import PoolBook
@@ -416,6 +416,9 @@ class RanksExecutor(Executor):
     @property
     def n_behind(self) -> int:
         return self.pool.n_behind
+
+    def take_lost(self, places: Slots) -> Lost:
+        return self.pool.take_lost(as_slots(places))
 
     def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
         self._check_current()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
+from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted, Lost
 from jaxlamina.process import kept_programs
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.contexts import context_at
@@ -202,6 +202,9 @@ class UnsplitExecutor(Executor):
     @property
     def n_behind(self) -> int:
         return self.kv.n_behind
+
+    def take_lost(self, places: Slots) -> Lost:
+        return self.kv.take_lost(as_slots(places))
 
     def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
         self.kv.keep(as_slots(slots), as_slots(places), marks)

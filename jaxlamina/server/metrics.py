@@ -96,7 +96,12 @@ _COUNTERS = (
     ("vllm:num_preemptions", "Requests that had to give their KV slots back.", "n_preemptions"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "n_prompt_tokens"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "n_prefix_hit_tokens"),
-    ("jaxlamina:kept_kv_tokens", "Tokens whose KV was copied to where it is kept.", "n_kept_tokens"),
+    ("jaxlamina:kept_kv_tokens", "Tokens whose KV was to be copied to where it is kept.", "n_kept_tokens"),
+    (
+        "jaxlamina:kept_kv_lost_tokens",
+        "Of those, tokens that there was no memory for: they are not kept.",
+        "n_kept_lost_tokens",
+    ),
     ("jaxlamina:kept_kv_hits", "Tokens whose KV came from there.", "n_kept_hit_tokens"),
     ("jaxlamina:kept_kv_brought_bytes", "Their KV, in all layers.", "kept_kv_brought_bytes"),
     ("jaxlamina:kept_kv_brought_seconds", "How long hosts were at it.", "kept_kv_brought_s"),

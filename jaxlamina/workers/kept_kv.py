@@ -24,8 +24,8 @@ import numpy as np
 from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import RECORD, TOGETHER, KeptFound, KeptPrefixes, KeptWanted, new_keys
-from jaxlamina.process.host_memory import host_free_bytes, memory_folder
+from jaxlamina.kv.kept import RECORD, TOGETHER, KeptFound, KeptPrefixes, KeptWanted, Lost, new_keys
+from jaxlamina.process.host_memory import host_free_bytes, is_full, memory_folder
 
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
@@ -43,6 +43,14 @@ class Copied(NamedTuple):
     places: Int[np.ndarray, " n"]
     marks: UInt64[np.ndarray, " n"]
     rows: UInt8[np.ndarray, "n row_bytes"]
+
+
+class _Later(NamedTuple):
+    """What is to be put once ``parts`` has it."""
+
+    places: Int[np.ndarray, " n"]
+    marks: UInt64[np.ndarray, " n"]
+    parts: Callable[[], Sequence[Shaped[np.ndarray, "n ..."]]]
 
 
 class MappedAhead:
@@ -63,7 +71,12 @@ class MappedAhead:
             return
         self._row_bytes, self._n_places = row_bytes, n
         self._file = _open(path)
-        self._mapping = mmap.mmap(self._file, _n_bytes(n, row_bytes))
+        try:
+            self._mapping = mmap.mmap(self._file, _n_bytes(n, row_bytes))
+        except OSError as error:
+            _log.debug("kept KV is not mapped ahead: %s", error)
+            os.close(self._file)
+            return
         self._thread.start()
 
     def taken(self, file: int, n_bytes: int) -> mmap.mmap | None:
@@ -103,6 +116,9 @@ class KeptKV:
     places as it has. ``n_places``: of a new one, as far as there is memory for them: a ``fraction`` of what
     is free, of which ``n_sharing`` files of this host have an equal part each; there may be none. ``ahead``:
     of the same path. ``changed`` is set whenever something was put.
+
+    Where memory is full, what `later` was to keep is `lost`, and a line of the log says so once. What was
+    kept before stays.
     """
 
     def __init__(
@@ -117,17 +133,27 @@ class KeptKV:
     ) -> None:
         self._fraction = fraction
         self.row_bytes = row_bytes
+        self._where = str(path or "this process's memory")
+        self._is_full = False
         head = _head(row_bytes, identity)
         self._file = _open(path)
-        found = _places_of(self._file, head, self.row_bytes)
-        self.n_places = found if found is not None else self._make(head, n_places, n_sharing)
-        self._map(ahead)
+        try:
+            found = _places_of(self._file, head, self.row_bytes)
+            self.n_places = found if found is not None else self._make(head, n_places, n_sharing)
+            whole = self._mapped(ahead)
+        except (OSError, MemoryError) as error:
+            self._say_full(error, n_places, "No KV is kept here, and a recovery computes it again")
+            self.n_places, whole = 0, np.empty(_n_bytes(0, row_bytes), np.uint8)
+        at = _n_bytes(self.n_places, 0)
+        self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
+        self._data = whole[at:].reshape(self.n_places, row_bytes)
         self.changed = threading.Event()
         self.on_written: Callable[[int], object] = lambda n: None  # of all tokens so far; in another thread
         self._n_begun = self._n_written = 0
         self._due = np.zeros(self.n_places, np.int64)  # written once `_n_written` is as much
         self._progress = threading.Condition()
-        self._waiting: queue.Queue[tuple[Callable[[], None], int] | None] = queue.Queue()
+        self._lost: queue.SimpleQueue[Lost] = queue.SimpleQueue()
+        self._waiting: queue.Queue[_Later | None] = queue.Queue()
         self._failed: BaseException | None = None
         self._n_rows_at_once = max(1, _AT_ONCE_BYTES // row_bytes)
         self._rows = np.empty((self._n_rows_at_once, row_bytes), np.uint8)
@@ -149,12 +175,9 @@ class KeptKV:
         os.pwrite(self._file, n.to_bytes(8, "little") + head, 0)
         return n
 
-    def _map(self, ahead: MappedAhead | None) -> None:
+    def _mapped(self, ahead: MappedAhead | None) -> UInt8[np.ndarray, " bytes"]:
         mapping = None if ahead is None else ahead.taken(self._file, self._n_bytes)
-        whole = np.frombuffer(mapping or mmap.mmap(self._file, self._n_bytes), np.uint8)
-        at = _n_bytes(self.n_places, 0)
-        self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
-        self._data = whole[at:].reshape(self.n_places, self.row_bytes)
+        return np.frombuffer(mapping or mmap.mmap(self._file, self._n_bytes), np.uint8)
 
     def put(
         self,
@@ -192,15 +215,7 @@ class KeptKV:
         begins = np.flatnonzero(np.diff(places, prepend=-2) != 1).tolist()
         for first, stop in pairwise([*begins, len(places)]):
             at = _n_bytes(self.n_places, 0) + int(places[first]) * self.row_bytes
-            left = memoryview(rows[first:stop].data).cast("B")
-            try:
-                while left:
-                    n = os.pwrite(self._file, left, at)
-                    left, at = left[n:], at + n
-            except OSError as error:
-                raise UserError(
-                    f"no memory is left to keep KV in ({error.strerror}): give fewer kept_kv_slots"
-                ) from None
+            _write_all(self._file, memoryview(rows[first:stop].data).cast("B"), at)
 
     def copied(self, places: Int[np.ndarray, " n"]) -> Copied:
         """What is at those of ``places`` that hold something, and that nobody wrote to meanwhile; in any
@@ -228,17 +243,22 @@ class KeptKV:
         # Any other mode than "raise" writes to `out` itself, and not to a copy of it.
         np.take(self._data, places, axis=0, out=out[: len(places)], mode="clip")
 
-    def later(self, write: Callable[[], None], places: Int[np.ndarray, " n"]) -> None:
-        """Has a thread call ``write``, which waits for a device and puts tokens at ``places``; in the order
-        of the calls. Does not wait: whoever calls looks at `n_behind` first."""
+    def later(
+        self,
+        places: Int[np.ndarray, " n"],
+        marks: UInt64[np.ndarray, " n"],
+        parts: Callable[[], Sequence[Shaped[np.ndarray, "n ..."]]],
+    ) -> None:
+        """Has a thread call ``parts``, which waits for a device, and `put` what it gives; in the order of the
+        calls. Does not wait: whoever calls looks at `n_behind` first."""
         self._check()
         self._n_begun += len(places)
         self._due[places] = self._n_begun
-        self._waiting.put((write, len(places)))
+        self._waiting.put(_Later(places, marks, parts))
 
     @property
     def n_behind(self) -> int:
-        """Tokens that `later` was called for and that are not written yet."""
+        """Tokens that `later` was called for and that are neither written yet nor lost."""
         return self._n_begun - self._n_written
 
     def wait_for(self, places: Int[np.ndarray, " n"]) -> None:
@@ -247,6 +267,10 @@ class KeptKV:
         with self._progress:
             self._progress.wait_for(lambda: self._n_written >= until)
         self._check()
+
+    def take_lost(self) -> Lost:
+        """What `later` was to keep and there was no memory for, since this was asked last."""
+        return Lost.joined(self._lost.get() for _ in range(self._lost.qsize()))
 
     def flush(self) -> None:
         """Waits for what is being written. Raises what has made it fail."""
@@ -266,22 +290,64 @@ class KeptKV:
 
     def _write(self) -> None:
         while (waiting := self._waiting.get()) is not None:
-            write, n = waiting
             if self._failed is None:
-                self._try(write)
+                self._try(partial(self._put_or_lose, waiting))
             # Also of what has failed: whoever waits until less is behind would never hear of it.
-            self._n_written += n
-            self._try(partial(self.on_written, self._n_written))
+            self._try(partial(self.on_written, self._n_written + len(waiting.places)))
             with self._progress:
+                self._n_written += len(waiting.places)
                 self._progress.notify_all()
             self._waiting.task_done()
         self._waiting.task_done()
+
+    def _put_or_lose(self, waiting: _Later) -> None:
+        try:
+            self.put(waiting.places, waiting.marks, waiting.parts())
+        except Exception as error:
+            if not is_full(error):
+                raise
+            self._lost.put(Lost(waiting.places, waiting.marks))
+            self._say_full(
+                error,
+                len(waiting.places),
+                "They are not kept, and a recovery computes them again; "
+                "jaxlamina:kept_kv_lost_tokens_total counts such tokens",
+            )
+
+    def _say_full(self, error: BaseException, n: int, so: str) -> None:
+        """Once, since later there is a metric. Raises what says something else."""
+        if not is_full(error):
+            raise error
+        if not self._is_full:
+            self._is_full = True
+            wanted = f"{n} tokens, {n * self.row_bytes / 2**20:.1f} MiB"
+            _say_full(f"{self._where} has no room for {wanted} ({_words(error)}). {so}")
 
     def _try(self, what: Callable[[], object]) -> None:
         try:
             what()
         except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
             self._failed = self._failed or error
+
+
+def _say_full(what: str) -> None:
+    _log.warning(
+        "the memory for kept KV is full: %s. The job goes on. Give fewer kept_kv_slots, or more memory there "
+        "(docker run --shm-size)",
+        what,
+    )
+
+
+def _words(error: BaseException) -> str:
+    """Why, in a line."""
+    said = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+    return said or type(error).__name__
+
+
+def _write_all(file: int, left: memoryview, at: int) -> None:
+    while left:
+        n = os.pwrite(file, left, at)
+        left, at = left[n:], at + n
 
 
 def places_kept(path: Path, row_bytes: int, identity: str) -> int:
@@ -326,9 +392,29 @@ def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
             wanted.n_places,
             n,
         )
+    if not len(found.marks):
+        return KeptPrefixes(found.capacities)
     path = None if wanted.folder is None else Path(wanted.folder, "index")
-    keepers = list(zip(found.names, found.capacities, strict=True))
     file = _open(path)
+    try:
+        index, records = _index(file, path, found)
+    except (OSError, MemoryError) as error:
+        if not is_full(error):
+            raise
+        mib = len(found.marks) * RECORD.itemsize / 2**20
+        _say_full(
+            f"{path or 'the index'} has no room for {mib:.1f} MiB ({_words(error)}). What is kept is not "
+            "found after the end of this process: a recovery computes it again"
+        )
+        return KeptPrefixes(found.capacities)
+    prefixes = KeptPrefixes(found.capacities, records[: len(found.marks)], index.keys)
+    prefixes.confirm(found.marks)
+    return prefixes
+
+
+def _index(file: int, path: Path | None, found: KeptFound) -> tuple[_Index, np.ndarray]:
+    """Of these keepers, and a mapping of its records; ``file`` is closed."""
+    keepers = list(zip(found.names, found.capacities, strict=True))
     with os.fdopen(file, "r+b", closefd=True):
         before, old = _read_index(file)
         if path is not None and before is not None and before.digest != _digest(found.identity):
@@ -341,12 +427,9 @@ def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
             os.ftruncate(file, 0)
             said = msgspec.msgpack.encode(index)
             head = len(said).to_bytes(4, "little") + said
-            os.pwrite(file, head.ljust(_HEAD_BYTES, b"\0") + records.tobytes(), 0)
+            _write_all(file, memoryview(head.ljust(_HEAD_BYTES, b"\0") + records.tobytes()), 0)
         whole = np.frombuffer(mmap.mmap(file, 0), np.uint8)
-    records = whole[_HEAD_BYTES:].view(RECORD)[: len(found.marks)]
-    prefixes = KeptPrefixes(found.capacities, records, index.keys)
-    prefixes.confirm(found.marks)
-    return prefixes
+    return index, whole[_HEAD_BYTES:].view(RECORD)
 
 
 def _remove_gone(folder: Path, index: _Index, names: Sequence[str]) -> None:

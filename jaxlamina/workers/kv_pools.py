@@ -6,10 +6,12 @@ out by the caller too.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from jax import lax
 from jaxtyping import Int, Int32, Int64, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kept import NOTHING_LOST, KeptWanted, Lost
+from jaxlamina.process.host_memory import is_full
 from jaxlamina.workers.capacity import EXPLICIT_FRACTION, is_accelerator
 from jaxlamina.workers.kept_kv import FRACTION, KeptKV, MappedAhead
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -36,6 +39,8 @@ _KEPT_SIZES = (16, 64, 256)
 # while others are copied to the device.
 _N_READERS = min(6, os.cpu_count() or 1)
 _N_READ = _N_READERS + 2
+
+_log = logging.getLogger("uvicorn.error")
 
 Slots = Sequence[int] | np.ndarray
 Pools = tuple[list[Pool], list[Pool]]  # keys and values of each layer
@@ -172,17 +177,27 @@ class KVPools:
         """Copies the KV of ``slots`` to ``places``, while others run; the caller may use the slots for others
         from then on."""
         for piece in pieces(len(slots)):
-            parts = self._parts_at(slots[piece])
-            as_rows: _AsRows = np.asarray
-            if self._packs and self.host.pinned is not None:
-                # The device copies by itself, to memory that JAX uses again: no page is touched for the first
-                # time, and the host copies once.
-                parts, as_rows = jax.device_put(parts, self.host.pinned), _pinned_rows
-            else:
-                for part in parts:
-                    part.copy_to_host_async()
-            write = partial(_put, self.kept, places[piece], marks[piece], parts, as_rows)
-            self.kept.later(write, places[piece])
+            rows = partial(_rows_of, *self._on_the_way(slots[piece]), len(places[piece]))
+            self.kept.later(places[piece], marks[piece], rows)
+
+    def _on_the_way(self, slots: Int[np.ndarray, " n"]) -> tuple[list[jax.Array], _AsRows]:
+        """All layers' KV of ``slots``, that is being copied to the host, and what waits for a part of it."""
+        parts = self._parts_at(slots)
+        if self._packs and self.host.pinned is not None:
+            # The device copies by itself, to memory that JAX uses again: no page is touched for the first
+            # time, and the host copies once.
+            with _where_pinned_memory_is_left():
+                return jax.device_put(parts, self.host.pinned), _pinned_rows
+        for part in parts:
+            part.copy_to_host_async()
+        return parts, np.asarray
+
+    def take_lost(self, places: Int[np.ndarray, " n"]) -> Lost:
+        """As of `KVWorker`."""
+        if self._of_kept is None:
+            return NOTHING_LOST
+        self._of_kept.wait_for(places)
+        return self._of_kept.take_lost()
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Copies what is kept at ``places`` into ``slots``, once that is written; it stays kept. Pieces are
@@ -207,16 +222,16 @@ class KVPools:
 
     def _staged(self) -> Staging:
         """Made once."""
+        if self._staging is None and self._packs:
+            with _where_pinned_memory_is_left():
+                self._staging = self._new_staging(self.host.pinned)
         if self._staging is None:
-            self._staging = Staging(
-                _N_READ,
-                _MOST,
-                self.row_bytes,
-                _packed_dtype(self._arrays()),
-                pinned=self.host.pinned if self._packs else None,
-                device=self.host.on_device,
-            )
+            self._staging = self._new_staging(None)
         return self._staging
+
+    def _new_staging(self, pinned: jax.sharding.Sharding | None) -> Staging:
+        dtype = _packed_dtype(self._arrays())
+        return Staging(_N_READ, _MOST, self.row_bytes, dtype, pinned=pinned, device=self.host.on_device)
 
     def _put_staged(self, slots: Int[np.ndarray, " n"], which: int) -> jax.Array | None:
         staging, n = self._staged(), _kept_width(len(slots))
@@ -232,7 +247,7 @@ class KVPools:
         self._put_bytes(slots, np.pad(rows, [(0, _kept_width(len(slots)) - len(slots)), (0, 0)]))
 
     def _put_bytes(
-        self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"] | jax.Array
+        self, slots: Int[np.ndarray, " n"], rows: Shaped[np.ndarray, "width _"] | jax.Array
     ) -> jax.Array | None:
         """Stores the first of ``rows``, as many as a program exists for; on the device they are packed.
         Their memory may be written to again once the number is ready; None: at once."""
@@ -270,14 +285,19 @@ class KVPools:
 _AsRows = Callable[[jax.Array], np.ndarray]
 
 
-def _put(
-    kept: KeptKV,
-    places: Int[np.ndarray, " n"],
-    marks: UInt64[np.ndarray, " n"],
-    parts: Sequence[jax.Array],
-    as_rows: _AsRows,
-) -> None:
-    kept.put(places, marks, [as_rows(part)[: len(places)] for part in parts])
+@contextmanager
+def _where_pinned_memory_is_left() -> Iterator[None]:
+    """Else the block ends early, and other memory has to do."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_full(error):
+            raise
+        _log.debug("no pinned memory is left for kept KV: %s", error)
+
+
+def _rows_of(parts: Sequence[jax.Array], as_rows: _AsRows, n: int) -> list[Shaped[np.ndarray, "n ..."]]:
+    return [as_rows(part)[:n] for part in parts]
 
 
 def _pinned_rows(x: jax.Array) -> UInt8[np.ndarray, "M row_bytes"]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Raised whenever a message changes. Ranks of different protocols from 8 on can still read each other's
 Challenge, Hello and Refused."""
 
@@ -392,9 +392,12 @@ class Keep(_Message, frozen=True):
 
 
 class KeptSoFar(_Message, frozen=True):
-    """``n`` tokens have been written of all that were to be kept since OpenKept. Comes unasked."""
+    """``n`` tokens have been written, or lost, of all that were to be kept since OpenKept. Lost since it came
+    last: ``places`` int64 ``[m]`` and ``marks`` uint64 ``[m]``. Comes unasked."""
 
     n: int
+    places: Array
+    marks: Array
 
 
 class Bring(_Message, frozen=True):

@@ -114,6 +114,7 @@ class ControlServer:
         # Of chunks of prompts at a prefill worker's own pace; in the readers' threads.
         self.on_chunk: Callable[[Compiles | Computed], None] = lambda message: None
         self.n_kept: dict[int, int] = {}  # tokens, by rank: what it said last
+        self.not_kept: dict[int, deque[KeptSoFar]] = {}  # by rank: what names tokens that are lost
         self.met: set[int] = set()  # ranks that have come to their transport's first exchange
         self._door = Door(listener, self._hear, self._stranger, tls)
 
@@ -317,6 +318,8 @@ class ControlServer:
         elif isinstance(message, Compiles | Computed):  # nobody waits for it among answers
             self.on_chunk(message)
         elif isinstance(message, KeptSoFar):
+            # First: whoever sees that all is written finds what is not.
+            self.not_kept.setdefault(rank, deque()).extend([message] if message.places.shape[0] else [])
             self.n_kept[rank] = message.n
         elif isinstance(message, Meets):
             self.met.add(rank)
