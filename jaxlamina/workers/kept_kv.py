@@ -30,7 +30,7 @@ from jaxlamina.process.host_memory import host_free_bytes, memory_folder
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
 _HEAD_BYTES = 4096
-_VERSION = "jaxlamina kept KV 1"
+_VERSION = "jaxlamina kept KV 2"
 _AT_ONCE_BYTES = 2**23  # of rows that are written: what a core's cache has
 _LOOK_S, _POPULATED_BYTES = 1.0, 2**25
 _MADV_POPULATE_READ = 22  # Linux 5.14 or later
