@@ -10,10 +10,12 @@ ranks once it is an hour old. Knows files; nothing of KV.
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 _KIND = "jaxlamina-kv"
 _LEFT_S = 3600.0  # since its lock was opened: by then a job that is down has been given up
-_held: dict[Path, TextIO | int] = {}  # locks, by folder
+_held: dict[Path, TextIO] = {}  # locks, by folder
+_alone: weakref.WeakValueDictionary[Path, HeldAlone] = weakref.WeakValueDictionary()
 _ENDING_S = 10.0  # that a process which is ending is waited for
 _LOOK_S = 0.02
 
@@ -55,12 +58,19 @@ def hold(folder: Path) -> None:
     remove_left(folder.parent, _KIND, folder, _LEFT_S)
 
 
-def hold_alone(folder: Path) -> None:
-    """Has this process alone keep KV in a ``folder`` of the user's, for as long as it lives; in one of a
-    supervisor only its job does. One that is just ending is waited for. ``UserError`` where another one has
-    it, and where there can be none."""
-    if _is_ours(folder) or folder in _held:
-        return
+class HeldAlone:
+    """A lock that is held for as long as anything refers to this."""
+
+    def __init__(self, lock: int) -> None:
+        weakref.finalize(self, os.close, lock).atexit = False  # the kernel does that, after the last write
+
+
+def hold_alone(folder: Path) -> HeldAlone | None:
+    """Has one model of this process alone keep KV in a ``folder`` of the user's; None in a supervisor's own,
+    in which only its job does. One that is just ending is waited for. ``UserError`` where another one has it,
+    and where there can be none."""
+    if _is_ours(folder):
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -68,6 +78,9 @@ def hold_alone(folder: Path) -> None:
         raise UserError(
             f"kept_kv_folder={folder} cannot be used: {error.strerror}; give another one"
         ) from None
+    held = HeldAlone(lock)
+    if held_alone(folder) is not None:
+        gc.collect()  # a model that is gone may not be collected yet
     until = time.monotonic() + _ENDING_S
     while True:
         try:
@@ -75,13 +88,18 @@ def hold_alone(folder: Path) -> None:
             break
         except BlockingIOError:
             if time.monotonic() > until:
-                os.close(lock)
                 raise UserError(
-                    f"another process keeps KV in kept_kv_folder={folder}: give this one a folder of its "
-                    "own, or end the other"
+                    f"another process, or another model of this one, keeps KV in kept_kv_folder={folder}: "
+                    "give this one a folder of its own, or end the other"
                 ) from None
             time.sleep(_LOOK_S)
-    _held[folder] = lock
+    _alone[folder.resolve()] = held
+    return held
+
+
+def held_alone(folder: Path) -> HeldAlone | None:
+    """What `hold_alone` gave, if it is still held."""
+    return _alone.get(folder.resolve())
 
 
 def main(cluster: Cluster, rank: int) -> int:

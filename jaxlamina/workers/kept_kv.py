@@ -6,6 +6,7 @@ place that says what it does not hold. Knows rows and marks; no device, no token
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import mmap
@@ -13,7 +14,9 @@ import os
 import queue
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +28,7 @@ from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted, new_keys
+from jaxlamina.process import kept_folders
 from jaxlamina.process.host_memory import host_free_bytes, memory_folder
 
 FRACTION = 0.25
@@ -102,7 +106,9 @@ class KeptKV:
     memory of this process's own; a file of the same rows and ``identity`` is gone on with, and has as many
     places as it has. ``n_places``: of a new one, as far as there is memory for them, of which ``n_sharing``
     files of this host have an equal part each; there may be none. ``ahead``: of the same path. ``changed`` is
-    set whenever something was put.
+    set whenever something was put. One that this process wrote to before is closed first.
+
+    Its thread keeps it alive, so it is to be closed, or to `end_with` something.
     """
 
     def __init__(
@@ -115,6 +121,11 @@ class KeptKV:
         ahead: MappedAhead | None = None,
     ) -> None:
         self.row_bytes = row_bytes
+        self._folder = None
+        if path is not None:
+            self._folder = kept_folders.held_alone(path.parent)  # for as long as something is written there
+            if (before := _writers.get(path.resolve())) is not None:
+                before.close()
         head = _head(row_bytes, identity)
         self._file = _open(path)
         found = _places_of(self._file, head, self.row_bytes)
@@ -123,13 +134,17 @@ class KeptKV:
         self.changed = threading.Event()
         self.on_written: Callable[[int], object] = lambda n: None  # of all tokens so far; in another thread
         self._n_begun = self._n_written = 0
-        self._waiting: queue.Queue[tuple[Callable[[], None], int] | None] = queue.Queue()
+        self._progress = threading.Condition()
+        # One to which a collection may put something, whatever the thread is at in which it runs.
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         self._n_rows_at_once = max(1, _AT_ONCE_BYTES // row_bytes)
         self._rows = np.empty((self._n_rows_at_once, row_bytes), np.uint8)
         self._putting = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="kept KV", daemon=True)
         self._thread.start()
+        if path is not None:
+            _writers[path.resolve()] = self
 
     @property
     def _n_bytes(self) -> int:
@@ -238,15 +253,20 @@ class KeptKV:
 
     def flush(self) -> None:
         """Waits for what is being written. Raises what has made it fail."""
-        self._waiting.join()
+        n = self._n_begun
+        with self._progress:
+            self._progress.wait_for(lambda: self._n_written >= n)
         self._check()
 
+    def end_with(self, owner: object) -> None:
+        """It is closed once ``owner`` is gone, which is not waited for."""
+        # Of what was closed before that nothing but the queue is left.
+        weakref.finalize(owner, self._waiting.put, None).atexit = False
+
     def close(self) -> None:
-        """Nothing is written any more; what is there stays."""
+        """Nothing is written any more once all is that `later` was called for; what is there stays."""
         self._waiting.put(None)
         self._thread.join()
-        self._failed = self._failed or ValueError("what kept KV is closed")
-        os.close(self._file)
 
     def _check(self) -> None:
         if self._failed is not None:
@@ -260,14 +280,27 @@ class KeptKV:
             # Also of what has failed: whoever waits until less is behind would never hear of it.
             self._n_written += n
             self._try(partial(self.on_written, self._n_written))
-            self._waiting.task_done()
-        self._waiting.task_done()
+            with self._progress:
+                self._progress.notify_all()
+        self._failed = self._failed or ValueError("what kept KV is closed")
+        os.close(self._file)
 
     def _try(self, what: Callable[[], object]) -> None:
         try:
             what()
         except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
             self._failed = self._failed or error
+
+
+_writers: weakref.WeakValueDictionary[Path, KeptKV] = weakref.WeakValueDictionary()
+
+
+@atexit.register  # before JAX's own end, since it was imported earlier
+def flush_all() -> None:
+    """Waits for what is being written that another process may go on with."""
+    for kept in list(_writers.values()):
+        with suppress(Exception):  # whoever kept it has heard of it, or wants no more of it
+            kept.flush()
 
 
 def places_kept(path: Path, row_bytes: int, identity: str) -> int:

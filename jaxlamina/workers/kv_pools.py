@@ -148,6 +148,7 @@ class KVPools:
                 self._put_of[0] = self._put_staged(np.full(1, self.n_slots), 0)
         ahead, self._ahead = self._ahead, None
         self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead)
+        self._of_kept.end_with(self)
         return self._of_kept.marks
 
     @property
