@@ -461,6 +461,8 @@ def test_a_folder_for_kept_kv_is_one_models(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="or another model of this one, keeps KV in kept_kv_folder=.*"):
         LLM(model(), max_num_seqs=1, max_model_len=64, kept_kv_folder=str(tmp_path))
     assert llm.generate(prompts((20,)), replace(GREEDY, max_tokens=4))[0].n_cached_tokens == 0
+    with pytest.raises(UserError, match="/jaxlamina-kv-mine is called as servers' own folders are"):
+        LLM(model(), max_num_seqs=1, max_model_len=64, kept_kv_folder=str(tmp_path / "jaxlamina-kv-mine"))
     with pytest.raises(UserError, match="kept_kv_folder=/proc/no cannot be used: .*; give another one"):
         LLM(model(), max_num_seqs=1, max_model_len=64, kept_kv_folder="/proc/no")
 

@@ -28,6 +28,8 @@ from jaxlamina.process.owned_folder import open_lock, owned_folder, remove_left
 if TYPE_CHECKING:
     from jaxlamina.job.cluster import Cluster
 
+OWNED = "JAXLAMINA_KEPT_KV_FOLDER"
+"""The environment's variable by which a supervisor says to its job which folder is its own."""
 _KIND = "jaxlamina-kv"
 _LEFT_S = 3600.0  # since its lock was opened: by then a job that is down has been given up
 _held: dict[Path, TextIO] = {}  # locks, by folder
@@ -69,8 +71,13 @@ def hold_alone(folder: Path) -> HeldAlone | None:
     """Has one model of this process alone keep KV in a ``folder`` of the user's; None in a supervisor's own,
     in which only its job does. One that is just ending is waited for. ``UserError`` where another one has it,
     and where there can be none."""
-    if _is_ours(folder):
+    if os.environ.get(OWNED) == str(folder):
         return None
+    if _is_ours(folder):
+        raise UserError(
+            f"kept_kv_folder={folder} is called as servers' own folders are, which are cleared away: give "
+            f"one with a name that does not begin with {_KIND}-"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
