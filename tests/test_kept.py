@@ -517,13 +517,16 @@ def test_what_is_on_its_way_is_written_at_a_processs_end(tmp_path):
     assert again.stats()["kept_kv_slots_used"] == n_kept
 
 
-def test_a_file_has_one_writer(tmp_path):
+def test_files_of_an_earlier_start_of_the_host_are_made_anew(tmp_path, monkeypatch):
+    """On a disk a row may be lost with the power, and its mark not."""
     store = KeptKV(tmp_path / "0.kv", 24, "one", 4, 1)
     store.put(np.arange(2), np.ones(2, np.uint64), [np.ones((2, 24), np.uint8)])
     again = KeptKV(tmp_path / "0.kv", 24, "one", 4, 1)
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ValueError, match="closed"):  # two would write to one file
         store.put(np.arange(2), np.ones(2, np.uint64), [np.ones((2, 24), np.uint8)])
     assert again.marks.tolist() == [1, 1, 0, 0]
+    monkeypatch.setattr("jaxlamina.process.host_memory._BOOT_ID", tmp_path / "another")
+    assert KeptKV(tmp_path / "0.kv", 24, "one", 4, 1).marks.tolist() == [0] * 4
 
 
 def test_kept_prefixes_are_found_when_the_pool_had_no_room_for_them():

@@ -29,7 +29,7 @@ from jaxtyping import Int, Shaped, UInt8, UInt64
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted, new_keys
 from jaxlamina.process import kept_folders
-from jaxlamina.process.host_memory import host_free_bytes, memory_folder
+from jaxlamina.process.host_memory import boot_id, host_free_bytes, memory_folder
 
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
@@ -321,7 +321,9 @@ def _n_bytes(n_places: int, row_bytes: int) -> int:
 
 
 def _head(row_bytes: int, identity: str) -> bytes:
-    return _digest(identity, str(row_bytes))
+    """On a disk a mark may be there after a power loss, and its row not. So each start of the host has files
+    of its own."""
+    return _digest(identity, str(row_bytes), boot_id())
 
 
 class _Index(msgspec.Struct):
