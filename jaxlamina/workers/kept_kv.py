@@ -278,9 +278,9 @@ class KeptKV:
             if self._failed is None:
                 self._try(write)
             # Also of what has failed: whoever waits until less is behind would never hear of it.
-            self._n_written += n
-            self._try(partial(self.on_written, self._n_written))
+            self._try(partial(self.on_written, self._n_written + n))
             with self._progress:
+                self._n_written += n
                 self._progress.notify_all()
         self._failed = self._failed or ValueError("what kept KV is closed")
         os.close(self._file)

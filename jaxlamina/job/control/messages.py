@@ -16,7 +16,7 @@ import numpy as np
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Raised whenever a message changes. Ranks of different protocols from 8 on can still read each other's
 Challenge, Hello and Refused."""
 
