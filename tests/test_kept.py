@@ -16,6 +16,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,14 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.faults import ControlError
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_folders
+from jaxlamina.ranks.kv_copies import RankCopies
+from jaxlamina.ranks.kv_room import moving_handlers
 from jaxlamina.weights.fingerprint import fingerprint
 from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
@@ -515,6 +521,22 @@ def test_what_is_on_its_way_is_written_at_a_processs_end(tmp_path):
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "split": False}
     again = LLM(model(), **options, kept_kv_folder=str(tmp_path))
     assert again.stats()["kept_kv_slots_used"] == n_kept
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_rank_writes_what_is_on_its_way_when_rank_0_has_gone(tmp_path):
+    def send(message):
+        if isinstance(message, m.KeptSoFar):
+            raise ControlError(0, "rank 0 has gone")
+
+    pools = KVPools([AttentionSpec(2, 4, np.dtype(np.float32), 1.0, None, None)], 64, jax.devices()[0])
+    copies = RankCopies(Cluster(), 1, "127.0.0.1")
+    handlers = moving_handlers(SimpleNamespace(send=send), lambda: SimpleNamespace(plain=pools), copies)
+    handlers[m.OpenKept](m.OpenKept("worker0", *KeptWanted(str(tmp_path), "one", 64), None))
+    for slots in np.split(np.arange(64), 4):
+        pools.keep(slots, slots, np.ones(16, np.uint64))
+    pools.kept.flush()
+    assert pools.kept.marks.all()
 
 
 def test_files_of_an_earlier_start_of_the_host_are_made_anew(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.job.control.faults import ControlError
 from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.ranks.kv_copies import RankCopies
 from jaxlamina.ranks.rank_kv import RankKV
@@ -78,8 +80,12 @@ def moving_handlers(
         )
         pools = kv().plain
         found = copies.open_kept(pools, message.name, wanted, message.copy_at)
-        pools.kept.on_written = lambda n: client.send(m.KeptSoFar(n))
+        pools.kept.on_written = told
         client.send(m.KeptMarks(m.Array.of(found)))
+
+    def told(n: int) -> None:
+        with suppress(ControlError):  # rank 0 has gone: what is on its way is written all the same
+            client.send(m.KeptSoFar(n))
 
     def take_kept(message: m.TakeKept) -> None:
         client.send(m.Rows((m.Array.of(kv().kept_rows(_slots(message.places))),)))
