@@ -162,6 +162,7 @@ class LLM:
         self._come: dict[str, deque[TokenEvent]] = {}  # of whom each request is, not looked at yet
         self._like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         self._of_weights, self._of_scales = "", calibration.digest()
+        self._kept_as: tuple[str | None, int | str | None] = None, None
         if o.keeps_kv:
             self._of_weights = fingerprint(params)
             self.keep_kv(o.kept_kv_folder, o.kept_kv_slots)
@@ -178,8 +179,8 @@ class LLM:
     def keep_kv(self, folder: str | None, n: int | str | None) -> None:
         """Keeps KV in host memory by content from now on, as ``kept_kv_folder`` and ``kept_kv_slots`` have
         it; of a model that was made to keep some. Not while a step runs."""
-        if folder is not None:
-            kept_folders.hold_alone(Path(folder))
+        if folder is not None and folder != self._kept_as[0]:
+            self._folder_held = kept_folders.hold_alone(Path(folder))
         self._kept_as = folder, n
         wanted = self._kept_wanted(folder, n)
         self.engine.keep_kv(kept_prefixes(wanted, self.executor.open_kept(wanted)))

@@ -30,6 +30,7 @@ from rank_job import held_bytes
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
+from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.models import random_params
 from jaxlamina.models.causal_lm import built
 from jaxlamina.process.descendants import descendants
@@ -361,6 +362,69 @@ def moves(group: Any, model: str) -> dict[str, Any]:
         name: float(np.abs(x - wanted).max()) for name, x in (("copied", copied), ("moved", moved))
     }
     return {"same": exact, "differences": differences}
+
+
+def crosses(group: Any, model: Any, n_own: int = 40) -> dict[str, Any]:
+    """KV that comes back from the host, or from where it is kept, to another worker than it was on, since
+    that one is full: from what model ranks keep to an attention worker, and back. The next logits are the same.
+    ``n_own``: as if model ranks had memory for so many tokens; by requests each of two attention workers has
+    room for half of all."""
+    from functools import partial
+
+    from jaxlamina.models import apply
+    from jaxlamina.run.ranks import RanksExecutor
+    from jaxlamina.steps.buckets import Buckets
+    from jaxlamina.workers import DecodeBatch, PrefillBatch
+    from jaxlamina.workers.workspace import LargestStep
+
+    in_memory, n = source(model), 64
+    with patch("jaxlamina.ranks.kv_room.slots_up_to", lambda *_: n_own):
+        executor = RanksExecutor(
+            partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=n, most_slots=n,
+            least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32, source=in_memory.model,
+        )  # fmt: skip
+    buckets = Buckets(batch=(2,), prompt=(16,), context=(16,))
+    rows = [list(range(13)), [13, 14]]
+    for tokens, slots in zip((SHARED[:13], PROMPTS[1]), rows, strict=True):
+        executor.prefill(PrefillBatch.build([tokens], [slots], buckets, n))
+    placement = executor.pool.placement
+    assert placement is not None
+    all_, host = np.arange(15), list(range(15))
+
+    def after() -> np.ndarray:
+        batch = DecodeBatch.build([3, 4], [[*slots, 15 + i] for i, slots in enumerate(rows)], buckets, n)
+        logits = np.asarray(executor.decode(batch))
+        executor.release([15, 16])
+        return logits
+
+    def back(bring: Callable[[], None]) -> None:
+        """They go from where the first request is, whose worker is somebody else's then, and come back."""
+        full = placement.worker[0]
+        executor.release(all_)
+        others = np.arange(17, 17 + placement.n_free[full])
+        placement.place(others, np.full(len(others), full))
+        bring()
+        executor.release(others)
+        ways.append([int(full), *np.unique(placement.worker[rows[0]]).tolist()])
+        differences.append(float(np.abs(after() - wanted).max()))
+
+    def swap() -> None:
+        executor.move_out(all_, host)
+        back(lambda: executor.move_in(host, all_))
+
+    def kept_and_brought() -> None:
+        bounds = np.cumsum([0, *found.capacities])
+        places = bounds[executor.keepers_of(all_)] + all_
+        executor.keep(all_, places, np.ones(15, np.uint64))
+        back(lambda: executor.bring(places, all_))
+
+    wanted = after()
+    found = executor.open_kept(KeptWanted(None, "one", 15))
+    ways: list[list[int]] = []
+    differences: list[float] = []
+    for go in (swap, swap, kept_and_brought, kept_and_brought):
+        go()
+    return {"ways": ways, "differences": differences}
 
 
 def with_chunk(
@@ -696,6 +760,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, full, held, keeps, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
+        greedy, updated, ahead, as_written, answer, branches, full, held, keeps, moves, crosses, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
     )
 }  # fmt: skip

@@ -80,6 +80,17 @@ def test_programs_that_do_not_fit_then_kv_that_moves_and_prompts_in_chunks():
     assert all(x["same"] for x in found), found
 
 
+def test_kv_crosses_between_attention_workers_and_stages():
+    """An attention worker has all layers of a token, a stage has some."""
+    model = ["llama", {"num_hidden_layers": 4}]
+    how = {"partition": "requests", "local_attention": 0.5}
+    [found] = run("xla", (2, 2), [("crosses", {"model": model})], **how)
+    stages = 2  # the keeper after two attention workers
+    assert [stages in way for way in found["ways"]] == [True] * 4, found
+    assert [way[0] == stages for way in found["ways"]] == [True, False] * 2, found
+    assert max(found["differences"]) < 1e-5, found
+
+
 @pytest.mark.slow
 def test_samples_beams_and_scaled_kv():
     """Rows that come and go; scales of KV that are found with the whole model."""

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from test_workers import N_SLOTS, ONE_BUCKET, Rows, config_of
 
 from jaxlamina.errors import UserError
+from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.kv.kv_worker import LayersApart
 from jaxlamina.models import apply, random_params
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
@@ -184,7 +186,8 @@ def rows_of(made: KVPools, numbers: np.ndarray):
 
 def contents(made: KVPools) -> list[int]:
     """What the slots hold, which all pools must agree on."""
-    found = [np.asarray(x)[:, 0, 0] - 100 * p for p, x in enumerate((*made.k, *made.v))]
+    by_layer = [x for layer in zip(made.k, made.v, strict=True) for x in layer]
+    found = [np.asarray(x)[:, 0, 0] - 100 * p for p, x in enumerate(by_layer)]
     assert all(np.array_equal(found[0], x) for x in found)
     return found[0].astype(int).tolist()
 
@@ -252,6 +255,44 @@ def test_scales_a_slot_move_along_and_scales_a_channel_stay():
     assert np.array_equal(by_channel.k[0].scales, scales) and np.array_equal(
         by_channel.v[0].scales, 2 * scales
     )
+
+
+@pytest.mark.usefixtures("unchecked")  # of several layers' pools all are to have the same shape
+@pytest.mark.parametrize(("kv", "packs"), [("auto", False), ("int8", True)])
+def test_kv_moves_between_a_worker_of_all_layers_and_stages_of_some(kv, packs):
+    """Each layer's keys and values come to where they were, there and back. Layers differ in their heads."""
+    specs = [AttentionSpec(k, 4, np.dtype(np.float32), 1.0, None, None, kv) for k in (2, 1, 3, 2)]
+    whole, first, last = (KVPools(of, 32, DEVICE, n_host_slots=8) for of in (specs, specs[:1], specs[1:]))
+    for made in (whole, first, last):
+        made._packs = packs  # as beside an accelerator
+        made.open_kept("", KeptWanted(None, "one", 8))
+    row_bytes = [sum(spec.slot_bytes for spec in of) for of in (specs[:1], specs[1:])]
+    assert row_bytes == [first.row_bytes, last.row_bytes]
+    apart = LayersApart([first, last], [1, 3], row_bytes)
+    rng = np.random.default_rng(0)
+    whole.k, whole.v = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(1, 99, x.shape), x.dtype), (whole.k, whole.v)
+    )
+
+    def stored(slots: list[int], *several: KVPools) -> list[list[float]]:
+        """Keys of all layers, then values."""
+        pools = [x for of in several for x in of.k], [x for of in several for x in of.v]
+        return [np.asarray(x, np.float32)[slots].ravel().tolist() for x in jax.tree.leaves(pools)]
+
+    a, b, c = [3, 9, 4], [7, 1, 2], [20, 30, 10]
+    wanted, host = stored(a, whole), np.arange(3)
+    apart.put_rows(np.asarray(b), whole.take_rows(np.asarray(a), host=False))
+    assert stored(b, first, last) == wanted
+    apart.move_out(np.asarray(b), host)
+    whole.put_rows(np.asarray(c), apart.take_rows(host, host=True))
+    assert stored(c, whole) == wanted
+    marks = np.ones(3, np.uint64)
+    whole.keep(np.asarray(a), host, marks)
+    apart.put_bytes(np.asarray(c), whole.kept_rows(host))
+    assert stored(c, first, last) == wanted
+    apart.keep(np.asarray(c), host, marks)
+    whole.put_bytes(np.asarray(b), apart.kept_rows(host))
+    assert stored(b, whole) == wanted
 
 
 def test_few_programs_serve_moves_of_all_sizes():

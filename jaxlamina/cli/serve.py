@@ -96,6 +96,7 @@ def serve(
         from jaxlamina.server.listening import bound, shown
         from jaxlamina.server.run import App
         from jaxlamina.server.standing_by import stand_by
+        from jaxlamina.workers import kept_kv
     if settings.pool_metrics_interval and ranks.current() is None:
         raise UserError(
             "--pool-metrics-interval records ranks: start them with `jaxlamina launch … -- serve …`"
@@ -128,6 +129,8 @@ def serve(
                     say(f"dashboard: {address}{PAGE}")
             ended = app.run(listener)
     if app.is_compiling or not ended:  # a thread that compiles does not end by itself
+        if ended:
+            kept_kv.flush_all()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if ended else 1)

@@ -31,8 +31,8 @@ class KVWorker(Protocol):
         """The host slots hold nothing any more."""
 
     def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> Sequence[Any]:
-        """The KV of slots, or of host slots, which hold nothing then: an array of each pool's with a row a
-        slot."""
+        """The KV of slots, or of host slots, which hold nothing then: arrays with a row a slot, as many of
+        each layer, in the order of layers."""
 
     def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
         """Stores what another worker's `take_rows` gave."""
@@ -58,18 +58,20 @@ class KVWorker(Protocol):
         """Copies what is kept at places into slots."""
 
     def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
-        """What is kept at places: all of a token's KV in a row."""
+        """What is kept at places: all of a token's KV in a row, layer by layer."""
 
     def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
         """Stores what another worker's `kept_rows` gave."""
 
 
 class LayersApart:
-    """A `KVWorker` of several that have the same slots, each of some layers in a row: stages of a
-    pipeline."""
+    """A `KVWorker` of several that have the same slots, each of some layers in a row: stages of a pipeline.
+    ``n_layers``, ``row_bytes``: of each, its layers and a token's KV in them."""
 
-    def __init__(self, workers: Sequence[KVWorker], n_layers: Sequence[int]) -> None:
-        self._workers, self._n_layers = tuple(workers), tuple(n_layers)
+    def __init__(
+        self, workers: Sequence[KVWorker], n_layers: Sequence[int], row_bytes: Sequence[int]
+    ) -> None:
+        self._workers, self._n_layers, self._row_bytes = tuple(workers), tuple(n_layers), tuple(row_bytes)
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         for worker in self._workers:
@@ -122,10 +124,9 @@ class LayersApart:
         return np.concatenate([worker.kept_rows(places) for worker in self._workers], axis=1)
 
     def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
-        of_a_layer, at = rows.shape[1] // sum(self._n_layers), 0
-        for worker, n in zip(self._workers, self._n_layers, strict=True):
-            worker.put_bytes(slots, rows[:, at : at + n * of_a_layer])
-            at += n * of_a_layer
+        parts = np.split(rows, np.cumsum(self._row_bytes)[:-1], axis=1)
+        for worker, part in zip(self._workers, parts, strict=True):
+            worker.put_bytes(slots, part)
 
 
 def marks_of_all(each: Sequence[UInt64[np.ndarray, " places"]]) -> UInt64[np.ndarray, " places"]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMINFO, _CGROUPS, _SELF = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self")
 
 
@@ -36,6 +37,11 @@ def is_full(error: BaseException) -> bool:
 def memory_folder() -> Path:
     """Where files are in memory, or at least temporary."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def boot_id() -> str:
+    """Of this start of the host; "" where that is not told."""
+    return "".join(_lines(_BOOT_ID))
 
 
 def _available(proc: Path) -> Iterator[int]:

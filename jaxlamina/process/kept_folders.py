@@ -10,10 +10,12 @@ ranks once it is an hour old. Knows files; nothing of KV.
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,9 +28,12 @@ from jaxlamina.process.owned_folder import open_lock, owned_folder, remove_left
 if TYPE_CHECKING:
     from jaxlamina.job.cluster import Cluster
 
+OWNED = "JAXLAMINA_KEPT_KV_FOLDER"
+"""The environment's variable by which a supervisor says to its job which folder is its own."""
 _KIND = "jaxlamina-kv"
 _LEFT_S = 3600.0  # since its lock was opened: by then a job that is down has been given up
-_held: dict[Path, TextIO | int] = {}  # locks, by folder
+_held: dict[Path, TextIO] = {}  # locks, by folder
+_alone: weakref.WeakValueDictionary[Path, HeldAlone] = weakref.WeakValueDictionary()
 _ENDING_S = 10.0  # that a process which is ending is waited for
 _LOOK_S = 0.02
 
@@ -55,12 +60,24 @@ def hold(folder: Path) -> None:
     remove_left(folder.parent, _KIND, folder, _LEFT_S)
 
 
-def hold_alone(folder: Path) -> None:
-    """Has this process alone keep KV in a ``folder`` of the user's, for as long as it lives; in one of a
-    supervisor only its job does. One that is just ending is waited for. ``UserError`` where another one has
-    it, and where there can be none."""
-    if _is_ours(folder) or folder in _held:
-        return
+class HeldAlone:
+    """A lock that is held for as long as anything refers to this."""
+
+    def __init__(self, lock: int) -> None:
+        weakref.finalize(self, os.close, lock).atexit = False  # the kernel does that, after the last write
+
+
+def hold_alone(folder: Path) -> HeldAlone | None:
+    """Has one model of this process alone keep KV in a ``folder`` of the user's; None in a supervisor's own,
+    in which only its job does. One that is just ending is waited for. ``UserError`` where another one has it,
+    and where there can be none."""
+    if os.environ.get(OWNED) == str(folder):
+        return None
+    if _is_ours(folder):
+        raise UserError(
+            f"kept_kv_folder={folder} is called as servers' own folders are, which are cleared away: give "
+            f"one with a name that does not begin with {_KIND}-"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -68,6 +85,9 @@ def hold_alone(folder: Path) -> None:
         raise UserError(
             f"kept_kv_folder={folder} cannot be used: {error.strerror}; give another one"
         ) from None
+    held = HeldAlone(lock)
+    if held_alone(folder) is not None:
+        gc.collect()  # a model that is gone may not be collected yet
     until = time.monotonic() + _ENDING_S
     while True:
         try:
@@ -75,13 +95,18 @@ def hold_alone(folder: Path) -> None:
             break
         except BlockingIOError:
             if time.monotonic() > until:
-                os.close(lock)
                 raise UserError(
-                    f"another process keeps KV in kept_kv_folder={folder}: give this one a folder of its "
-                    "own, or end the other"
+                    f"another process, or another model of this one, keeps KV in kept_kv_folder={folder}: "
+                    "give this one a folder of its own, or end the other"
                 ) from None
             time.sleep(_LOOK_S)
-    _held[folder] = lock
+    _alone[folder.resolve()] = held
+    return held
+
+
+def held_alone(folder: Path) -> HeldAlone | None:
+    """What `hold_alone` gave, if it is still held."""
+    return _alone.get(folder.resolve())
 
 
 def main(cluster: Cluster, rank: int) -> int:

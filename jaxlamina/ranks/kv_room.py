@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.job.control.faults import ControlError
 from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.ranks.kv_copies import RankCopies
 from jaxlamina.ranks.rank_kv import RankKV
@@ -79,7 +81,12 @@ def moving_handlers(
         pools = kv().plain
         found = copies.open_kept(pools, message.name, wanted, message.copy_at)
         kept = pools.kept
-        kept.on_written = lambda n: client.send(m.KeptSoFar(n, *map(m.Array.of, kept.take_lost())))
+
+        def told(n: int) -> None:
+            with suppress(ControlError):  # rank 0 has gone: what is on its way is written all the same
+                client.send(m.KeptSoFar(n, *map(m.Array.of, kept.take_lost())))
+
+        kept.on_written = told
         client.send(m.KeptMarks(m.Array.of(found)))
 
     def take_kept(message: m.TakeKept) -> None:

@@ -37,6 +37,7 @@ from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_like, shard_model
+from jaxlamina.ranks.wires import local_spec
 from jaxlamina.run.attention_share import AttentionShare, speeds_of
 from jaxlamina.run.auto_staggering import AutoStaggering
 from jaxlamina.run.balance import Balance
@@ -205,8 +206,10 @@ class RanksExecutor(Executor):
         each: list[KVWorker] = [self._side.kv, *(self._remote[rank] for rank in others)]
         if len(each) == 1 or not self.layout.stages:
             return found + each
-        n_layers = [len(self.layout.local_layers(rank, len(self.specs))) for rank in (0, *others)]
-        return [*found, LayersApart(each, n_layers)]
+        layers = [self.layout.local_layers(rank, len(self.specs)) for rank in (0, *others)]
+        own = [local_spec(self.layout, spec).slot_bytes for spec in self.specs]
+        row_bytes = [sum(own[i] for i in of_rank) for of_rank in layers]
+        return [*found, LayersApart(each, [*map(len, layers)], row_bytes)]
 
     @property
     def device(self) -> jax.Device:

@@ -72,6 +72,7 @@ def supervise(
     ):
         files = () if settings.files_dir is not None else ("--files-dir", str(folder / "files"))
         kept = () if kv_folder is not None else ("--kept-kv-folder", str(of_kv))
+        os.environ[kept_folders.OWNED] = str(of_kv)
         names: tuple[str, ...] = ()  # requests call the model so, whichever weights it has
         if not any(word.partition("=")[0] == "--served-model-name" for word in command.words):
             names = tuple(f"--served-model-name={name}" for name in settings.served_model_names)

@@ -6,6 +6,7 @@ place that says what it does not hold. Knows rows and marks; no device, no token
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import mmap
@@ -13,7 +14,9 @@ import os
 import queue
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +28,13 @@ from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import RECORD, TOGETHER, KeptFound, KeptPrefixes, KeptWanted, Lost, new_keys
-from jaxlamina.process.host_memory import host_free_bytes, is_full, memory_folder
+from jaxlamina.process import kept_folders
+from jaxlamina.process.host_memory import boot_id, host_free_bytes, is_full, memory_folder
 
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
 _HEAD_BYTES = 4096
-_VERSION = "jaxlamina kept KV 1"
+_VERSION = "jaxlamina kept KV 2"
 _AT_ONCE_BYTES = 2**23  # of rows that are written: what a core's cache has
 _LOOK_S, _POPULATED_BYTES = 1.0, 2**25
 _MADV_POPULATE_READ = 22  # Linux 5.14 or later
@@ -115,10 +119,11 @@ class KeptKV:
     memory of this process's own; a file of the same rows and ``identity`` is gone on with, and has as many
     places as it has. ``n_places``: of a new one, as far as there is memory for them: a ``fraction`` of what
     is free, of which ``n_sharing`` files of this host have an equal part each; there may be none. ``ahead``:
-    of the same path. ``changed`` is set whenever something was put.
+    of the same path. ``changed`` is set whenever something was put. One that this process wrote to before is
+    closed first.
 
     Where memory is full, what `later` was to keep is `lost`, and a line of the log says so once. What was
-    kept before stays.
+    kept before stays. Its thread keeps it alive, so it is to be closed, or to `end_with` something.
     """
 
     def __init__(
@@ -135,6 +140,11 @@ class KeptKV:
         self.row_bytes = row_bytes
         self._where = str(path or "this process's memory")
         self._is_full = False
+        self._folder = None
+        if path is not None:
+            self._folder = kept_folders.held_alone(path.parent)  # for as long as something is written there
+            if (before := _writers.get(path.resolve())) is not None:
+                before.close()
         head = _head(row_bytes, identity)
         self._file = _open(path)
         try:
@@ -153,13 +163,16 @@ class KeptKV:
         self._due = np.zeros(self.n_places, np.int64)  # written once `_n_written` is as much
         self._progress = threading.Condition()
         self._lost: queue.SimpleQueue[Lost] = queue.SimpleQueue()
-        self._waiting: queue.Queue[_Later | None] = queue.Queue()
+        # One to which a collection may put something, whatever the thread is at in which it runs.
+        self._waiting: queue.SimpleQueue[_Later | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         self._n_rows_at_once = max(1, _AT_ONCE_BYTES // row_bytes)
         self._rows = np.empty((self._n_rows_at_once, row_bytes), np.uint8)
         self._putting = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="kept KV", daemon=True)
         self._thread.start()
+        if path is not None:
+            _writers[path.resolve()] = self
 
     @property
     def _n_bytes(self) -> int:
@@ -274,15 +287,20 @@ class KeptKV:
 
     def flush(self) -> None:
         """Waits for what is being written. Raises what has made it fail."""
-        self._waiting.join()
+        n = self._n_begun
+        with self._progress:
+            self._progress.wait_for(lambda: self._n_written >= n)
         self._check()
 
+    def end_with(self, owner: object) -> None:
+        """It is closed once ``owner`` is gone, which is not waited for."""
+        # Of what was closed before that nothing but the queue is left.
+        weakref.finalize(owner, self._waiting.put, None).atexit = False
+
     def close(self) -> None:
-        """Nothing is written any more; what is there stays."""
+        """Nothing is written any more once all is that `later` was called for; what is there stays."""
         self._waiting.put(None)
         self._thread.join()
-        self._failed = self._failed or ValueError("what kept KV is closed")
-        os.close(self._file)
 
     def _check(self) -> None:
         if self._failed is not None:
@@ -297,8 +315,8 @@ class KeptKV:
             with self._progress:
                 self._n_written += len(waiting.places)
                 self._progress.notify_all()
-            self._waiting.task_done()
-        self._waiting.task_done()
+        self._failed = self._failed or ValueError("what kept KV is closed")
+        os.close(self._file)
 
     def _put_or_lose(self, waiting: _Later) -> None:
         try:
@@ -328,6 +346,17 @@ class KeptKV:
             what()
         except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
             self._failed = self._failed or error
+
+
+_writers: weakref.WeakValueDictionary[Path, KeptKV] = weakref.WeakValueDictionary()
+
+
+@atexit.register  # before JAX's own end, since it was imported earlier
+def flush_all() -> None:
+    """Waits for what is being written that another process may go on with."""
+    for kept in list(_writers.values()):
+        with suppress(Exception):  # whoever kept it has heard of it, or wants no more of it
+            kept.flush()
 
 
 def _say_full(what: str) -> None:
@@ -368,7 +397,9 @@ def _n_bytes(n_places: int, row_bytes: int) -> int:
 
 
 def _head(row_bytes: int, identity: str) -> bytes:
-    return _digest(identity, str(row_bytes))
+    """On a disk a mark may be there after a power loss, and its row not. So each start of the host has files
+    of its own."""
+    return _digest(identity, str(row_bytes), boot_id())
 
 
 class _Index(msgspec.Struct):

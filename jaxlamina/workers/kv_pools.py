@@ -44,7 +44,8 @@ _log = logging.getLogger("uvicorn.error")
 
 Slots = Sequence[int] | np.ndarray
 Pools = tuple[list[Pool], list[Pool]]  # keys and values of each layer
-Rows = list[tuple[Shaped[jax.Array | np.ndarray, "M ..."], ...]]  # of each pool what it keeps a slot
+# Of each pool, in the order of `_by_layer`, what it keeps a slot.
+Rows = list[tuple[Shaped[jax.Array | np.ndarray, "M ..."], ...]]
 
 
 class KVPools:
@@ -115,8 +116,8 @@ class KVPools:
         self.host.forget(host_slots)
 
     def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> list[Shaped[np.ndarray, "n ..."]]:
-        """The KV of ``slots``, or of host slots, which hold nothing then: of each layer's keys, then values,
-        what a pool keeps."""
+        """The KV of ``slots``, or of host slots, which hold nothing then: layer by layer what its keys' pool
+        keeps, then its values'."""
         if host:
             found = list(self.host.pop(slots))
         else:
@@ -154,6 +155,7 @@ class KVPools:
                 self._put_of[0] = self._put_staged(np.full(1, self.n_slots), 0)
         ahead, self._ahead = self._ahead, None
         self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead, fraction)
+        self._of_kept.end_with(self)
         return self._of_kept.marks
 
     @property
@@ -278,8 +280,7 @@ class KVPools:
 
     def _arrays(self) -> list[jax.Array]:
         """What a token's KV is in, in the order of its parts."""
-        pools = jax.tree.leaves((self.k, self.v), is_leaf=_is_pool)
-        return [x for pool in pools for x in _kept(pool)]
+        return [x for pool in _by_layer((self.k, self.v)) for x in _kept(pool)]
 
 
 _AsRows = Callable[[jax.Array], np.ndarray]
@@ -472,22 +473,22 @@ def _with(pool: Pool, kept: tuple[Shaped[jax.Array, "S ..."], ...]) -> Pool:
     return pool._replace(values=kept[0]) if isinstance(pool, ChannelQuantizedPool) else kept[0]
 
 
-def _is_pool(x: object) -> bool:
-    return isinstance(x, QuantizedPool | ChannelQuantizedPool)
+def _by_layer(pools: Pools) -> list[Pool]:
+    """Each layer's keys, then its values: so that a token's row is cut where layers are, by whoever has some
+    of them."""
+    return [pool for layer in zip(*pools, strict=True) for pool in layer]
 
 
 def _rows_at(pools: Pools, slots: Int32[jax.Array, " n"]) -> Rows:
-    flat = jax.tree.leaves(pools, is_leaf=_is_pool)
-    return [tuple(x.at[slots].get(mode="clip") for x in _kept(pool)) for pool in flat]
+    return [tuple(x.at[slots].get(mode="clip") for x in _kept(pool)) for pool in _by_layer(pools)]
 
 
 def _with_rows(pools: Pools, rows: Rows, slots: Int32[jax.Array, " M"]) -> Pools:
-    flat, tree = jax.tree.flatten(pools, is_leaf=_is_pool)
     new = [
         _with(pool, tuple(_stored(x, r, slots) for x, r in zip(_kept(pool), of_pool, strict=True)))
-        for pool, of_pool in zip(flat, rows, strict=True)
+        for pool, of_pool in zip(_by_layer(pools), rows, strict=True)
     ]
-    return jax.tree.unflatten(tree, new)
+    return new[::2], new[1::2]
 
 
 def _stored(x: jax.Array, rows: jax.Array | np.ndarray, slots: Int32[jax.Array, " M"]) -> jax.Array:
@@ -521,7 +522,7 @@ def _with_packed(
     on a CPU it may be the host's own array, whatever `device_put` is asked for (JAX 0.10.2)."""
     found: Rows = []
     at = 0
-    for pool in jax.tree.leaves(pools, is_leaf=_is_pool):
+    for pool in _by_layer(pools):
         of_pool = []
         for x in _kept(pool):
             size = () if x.dtype.itemsize == packed.dtype.itemsize else (x.dtype.itemsize,)
