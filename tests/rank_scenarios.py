@@ -311,9 +311,10 @@ def kept_bytes(pid: int) -> int:
     for file in Path(f"/proc/{pid}/fd").iterdir() if pid != os.getpid() else ():
         with suppress(OSError):
             if "jaxlamina-kept-" in os.readlink(file):
-                head = 4096 + 400 * 8
-                row_bytes = (os.stat(file).st_size - head) // 400
-                marks = np.fromfile(file, np.uint64, 400, offset=4096)
+                n = int(np.fromfile(file, np.uint64, 1)[0])
+                head = 4096 + n * 8
+                row_bytes = (os.stat(file).st_size - head) // n
+                marks = np.fromfile(file, np.uint64, n, offset=4096)
                 return head + row_bytes * int(1 + np.flatnonzero(marks).max())
     return 0
 
