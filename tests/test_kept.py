@@ -953,6 +953,7 @@ def test_a_job_whose_memory_for_kept_kv_is_full_goes_on(way, tmp_path):
         assert 20 < stats["n_kept_lost_tokens"] < 600 and stats["kept_kv_slots_used"] <= n_tokens
         found = llm.generate(other, replace(GREEDY, max_tokens=1))
         assert sum(o.n_cached_tokens for o in found) > 30
+    del llm
     later = LLM(model(), **options, kept_kv_slots=600, kept_kv_folder=str(tmp_path))
     found = later.generate(other, GREEDY)
     assert [o.token_ids for o in found] == expected[1]

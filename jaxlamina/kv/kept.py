@@ -29,7 +29,7 @@ WHOLE = "all heads, stages "
 TOGETHER = "+"
 """Between the names of workers that are one keeper."""
 EVERY_STEPS = 16
-"""Steps after which what requests have written is kept; what they have read is at once."""
+"""Steps after which what a request has written is kept, at most; what it has read is at once."""
 _LONGEST = 2**24  # positions that `used` tells apart
 _FEWEST_EVICTED = 1 / 64  # of a keeper's places at once, since finding the oldest looks at all
 
@@ -178,6 +178,11 @@ class KeptPrefixes:
     def n_used(self) -> int:
         """Tokens that are kept."""
         return len(self._place_of)
+
+    @property
+    def fewest_free(self) -> int:
+        """Places that have no token yet, of the keeper that has the fewest."""
+        return min(map(len, self._free), default=0)
 
     def confirm(self, marks: UInt64[np.ndarray, " places"]) -> None:
         """Forgets what is not at its place, by what the keepers' ``marks`` say."""
