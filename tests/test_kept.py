@@ -146,7 +146,8 @@ class Keepers:
     ),
 )
 def test_running_requests_keep_what_a_recovery_goes_on_after(capacities, rounds):
-    """Whoever comes and goes beside them: all of it where there are places, else as much of each."""
+    """Whoever comes and goes beside them: all but the newest tokens where there are places, else as much of
+    each."""
     prefixes = KeptPrefixes(capacities)
     keeping = Keeping(Keepers(len(capacities)), prefixes, min_tokens=1, bytes_per_token=1)
     running: list[Request] = []
@@ -169,11 +170,12 @@ def test_running_requests_keep_what_a_recovery_goes_on_after(capacities, rounds)
             for keeper in range(len(capacities))
         ]
         has_room = all(n <= capacity for n, capacity in zip(needed, capacities, strict=True))
-        assert not has_room or found == list(map(len, wanted))
+        all_kept = [len(digests) - EVERY_STEPS for digests in wanted]
+        assert not has_room or all(n >= most for n, most in zip(found, all_kept, strict=True))
         for _ in range(8 * EVERY_STEPS):
             keeping.keep(running)
         found = [len(prefixes.find(digests)) for digests in wanted]
-        shortest = min((n for n, digests in zip(found, wanted, strict=True) if n < len(digests)), default=999)
+        shortest = min((n for n, most in zip(found, all_kept, strict=True) if n < most), default=999)
         assert all(n <= shortest + len(capacities) for n in found) and (
             has_room or prefixes.n_used >= min(capacities)
         )
