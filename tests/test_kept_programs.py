@@ -23,9 +23,13 @@ from jaxlamina import LLM, FlaxModel, SamplingParams
 from jaxlamina.engine.warm_up import warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_programs
+from jaxlamina.ranks.attention_programs import attention_workspace_bytes
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import StepSizes
 from jaxlamina.weights.sources import InMemoryModel
+from jaxlamina.workers import capacity
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels import use_backend
 from splitter import split, trace
 
@@ -181,6 +185,35 @@ def test_a_second_process_of_one_device_traces_no_step(
         found.append([(o.outputs[0].token_ids, o.prompt_logprobs) for o in outputs])
     assert found[0] == found[1] and counts[0] == counts[1] and sum(counts[0].values()) >= len(WARM)
     assert len([path for path in folder.rglob("*") if path.is_file()]) == sum(counts[0].values())
+
+
+def test_what_a_step_needs_is_compiled_for_once(folder: Path) -> None:
+    """A second start of the same model finds the number on disk; one of another largest step asks again."""
+    spec, device = AttentionSpec(2, 8, np.dtype(np.float32), 0.5, None, None), jax.devices()[0]
+    first = [attention_workspace_bytes([spec], [4], device, LargestStep(b, 64, 32)) for b in (1, 512)]
+    [*files] = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert sorted(int(path.read_text()) for path in files) == sorted(first) and first[0] < first[1]
+    files[0].write_text("no number")
+    files[1].write_text("77")
+    again = [attention_workspace_bytes([spec], [4], device, LargestStep(b, 64, 32)) for b in (1, 512)]
+    assert 77 in again and len({*again, *first}) == 3
+
+
+def test_a_second_start_asks_no_program_what_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the unsplit model, as on accelerators; for another length they are asked again."""
+    asked = []
+    monkeypatch.setattr(capacity, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(capacity, "free_memory_bytes", lambda device: (2**30, 0.9))
+    monkeypatch.setattr(UnsplitExecutor, "workspace_bytes", lambda self, largest: asked.append(largest) or 7)
+    config = ModelConfig.from_hf(MODELS["llama"])
+    for length in (64, 64, 32):
+        LLM(
+            InMemoryModel(config, random_params(config, seed=3)),
+            split=False,
+            max_num_seqs=4,
+            max_model_len=length,
+        )
+    assert [step.context for step in asked] == [64, 32]
 
 
 def test_a_damaged_step_is_traced_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

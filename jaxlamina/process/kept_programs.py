@@ -116,23 +116,42 @@ def later(
 
 def save(name: str, compiled: jax.stages.Compiled, note: Any) -> None:
     """Nothing where the program cannot be written, or there is no room."""
-    path = _path(name)
     try:
         found = pickle.dumps((*serialize_executable.serialize(compiled), note))
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _forget_old(path.parent.parent)
-        file, new = tempfile.mkstemp(prefix=_NEW, dir=path.parent)
-        try:
-            with os.fdopen(file, "wb") as opened:
-                opened.write(zlib.compress(found, 1))
-            os.replace(new, path)
-        except BaseException:
-            os.unlink(new)
-            raise
-        _forget_unused(path.parent)
+        _write(_path(name), zlib.compress(found, 1))
     except Exception as error:  # noqa: BLE001 (whatever it is, the program is there)
         _log.info("a compiled program is not kept: %s", error)
+
+
+def number(name: str | None, find: Callable[[], int]) -> int:
+    """What ``find`` gives, which compiles programs to find it: kept, too, if it has a `name_of` them."""
+    if name is None:
+        return find()
+    path = _path(name)
+    with suppress(OSError, ValueError):
+        kept = int(path.read_text())
+        os.utime(path)
+        return kept
+    found = find()
+    with suppress(OSError):
+        _write(path, str(found).encode())
+    return found
+
+
+def _write(path: Path, what: bytes) -> None:
+    """In one go, for whoever reads."""
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _forget_old(path.parent.parent)
+    file, new = tempfile.mkstemp(prefix=_NEW, dir=path.parent)
+    try:
+        with os.fdopen(file, "wb") as opened:
+            opened.write(what)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
+    _forget_unused(path.parent)
 
 
 def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled, Any] | None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float32
 
 from jaxlamina.kv.planned_rows import SegmentSlots
+from jaxlamina.process import kept_programs
 from jaxlamina.ranks.stored import Asked, StoredKV, slots_like
 from jaxlamina.ranks.wires import (
     Format,
@@ -201,7 +202,14 @@ def attention_workspace_bytes(
     specs: Sequence[AttentionSpec], n_query_heads: Sequence[int], device: jax.Device, largest: LargestStep
 ) -> int:
     """What a layer's attention of the largest step takes beside KV on one worker of such heads, its messages
-    counted."""
+    counted; found by compiling it, once on this host."""
+    name = kept_programs.name_of(device, "attention workspace", tuple(specs), tuple(n_query_heads), largest)
+    return kept_programs.number(name, lambda: _workspace_bytes(specs, n_query_heads, device, largest))
+
+
+def _workspace_bytes(
+    specs: Sequence[AttentionSpec], n_query_heads: Sequence[int], device: jax.Device, largest: LargestStep
+) -> int:
     b, c, t = largest.batch, largest.context, largest.prompt
     half = -(-t // 2)  # of a prompt whose first half is stored: there are never more scores than that
     steps = [StepShape("decode", b, 1, c), StepShape("prefill", 1, t, 0), StepShape("chunk", 1, half, half)]

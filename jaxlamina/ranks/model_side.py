@@ -21,6 +21,7 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.kv.planned_rows import SegmentSlots
 from jaxlamina.models.causal_lm import CausalLM
+from jaxlamina.process import kept_programs
 from jaxlamina.ranks.apart import WHOLE, SharedOut, shared_out
 from jaxlamina.ranks.attention_programs import attention_workspace_bytes
 from jaxlamina.ranks.attention_speed import seconds_per_token
@@ -124,8 +125,11 @@ class ModelSide:
 
         def workspace_bytes() -> int:
             of_kv = attention_workspace_bytes(self.own_specs, self._own_query_heads, device, largest)
-            return of_kv + model_workspace_bytes(
-                self.model, self.specs, device, largest, self.layout.heads_over
+            n_shards, made_of = self.layout.heads_over, (self._model_name, self._made_of)
+            known = "model workspace", made_of, self.specs, largest, n_shards
+            name = None if self._model_name is None else kept_programs.name_of(device, *known)
+            return of_kv + kept_programs.number(
+                name, lambda: model_workspace_bytes(self.model, self.specs, device, largest, n_shards)
             )
 
         return slots_found(setup, self.layout, self.own_specs, device, workspace_bytes, n_sharing)

@@ -70,11 +70,14 @@ class UnsplitExecutor(Executor):
         self._prefill = self._jitted(self._traced_prefill, filled)
         self._prefill_all = self._jitted(partial(self._traced_prefill, of_all=True), filled)
         self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
+        weights = [(n, x.shape, str(x.dtype), str(x.sharding)) for n, x in sorted(self.params.items())]
+        made_of = None if name is None else (type(self).__name__, name, weights, self.specs)
 
         def needs_bytes(_: jax.Device) -> int:
             if largest is None or not capacity.is_accelerator(device):
                 return 0
-            return self.workspace_bytes(largest)
+            known = made_of and kept_programs.name_of(device, "workspace", made_of, largest)
+            return kept_programs.number(known, lambda: self.workspace_bytes(largest))
 
         self.n_slots = resolve_slots(n_slots, self.specs, self._devices, needs_bytes)
         self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, self._devices, self.n_slots)
@@ -89,8 +92,7 @@ class UnsplitExecutor(Executor):
             sharding=self._pool_sharding,
         )
         pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), (self.kv.k, self.kv.v))
-        weights = [(n, x.shape, str(x.dtype), str(x.sharding)) for n, x in sorted(self.params.items())]
-        self._made_of = None if name is None else (type(self).__name__, name, weights, self.specs, pools)
+        self._made_of = made_of and (*made_of, pools)
 
     # What differs where several devices share out the work (`jaxlamina.run.sharded`).
 
