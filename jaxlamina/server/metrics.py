@@ -108,6 +108,12 @@ _COUNTERS = (
     ("jaxlamina:weight_updates", "Times that the weights were replaced.", "n_weight_updates"),
     ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
     ("jaxlamina:prompt_calls", "Prompts and chunks, computed apart from decode steps.", "n_prefill_steps"),
+    ("jaxlamina:launch_seconds", "Of the host, launching programs, a device at work or not.", "launch_s"),
+    (
+        "jaxlamina:wait_seconds",
+        "Of the host, waiting for results: next to none where it is the host that is late.",
+        "wait_s",
+    ),
 )
 
 
