@@ -420,7 +420,7 @@ def crosses(group: Any, model: Any, n_own: int = 40) -> dict[str, Any]:
         back(lambda: executor.bring(places, all_))
 
     wanted = after()
-    found = executor.open_kept(KeptWanted(None, "one", 15))
+    found = executor.open_kept(KeptWanted(None, "one", None))
     ways: list[list[int]] = []
     differences: list[float] = []
     for go in (swap, swap, kept_and_brought, kept_and_brought):

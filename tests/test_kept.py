@@ -40,6 +40,7 @@ from jaxlamina.kv import SlotList
 from jaxlamina.kv.kept import EVERY_STEPS, NOTHING_LOST, RECORD, KeptFound, KeptPrefixes, KeptWanted, Lost
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_folders
+from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.ranks.kv_copies import RankCopies
 from jaxlamina.ranks.kv_room import moving_handlers
 from jaxlamina.weights.fingerprint import fingerprint
@@ -262,6 +263,20 @@ def full(n_bytes):
 
 def rows(n, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (n, 24), np.uint8)
+
+
+def test_places_that_hold_nothing_are_not_touched():
+    """Where memory is full the kernel ends a process that looks at a page which nobody wrote."""
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        path = Path(folder) / "0.kv"
+        store = KeptKV(path, mmap.PAGESIZE, "one", 30, 1)
+        some, all_ = np.arange(3, 6), np.arange(30)
+        store.put(some, np.ones(3, np.uint64), [np.ones((3, mmap.PAGESIZE), np.uint8)])
+        n_blocks = path.stat().st_blocks
+        assert (store.rows_at(all_).any(axis=1) == np.isin(all_, some)).all()
+        assert store.copied(all_).places.tolist() == some.tolist()
+        assert path.stat().st_blocks == n_blocks
+        store.close()
 
 
 def test_a_store_is_found_again_and_another_is_not(tmp_path):
@@ -961,6 +976,35 @@ def test_a_job_whose_memory_for_kept_kv_is_full_goes_on(way, tmp_path):
     assert [o.token_ids for o in found] == expected[1]
     assert sum(o.n_cached_tokens for o in found) > 30
     assert tokens_of(later, prompts()) == expected[0] and not later.stats()["n_kept_lost_tokens"]
+
+
+def test_what_runs_is_kept_again_once_there_is_memory_again():
+    """And not only whoever comes later."""
+
+    class Full(Keepers):
+        lost = NOTHING_LOST
+        n_fit = 80
+
+        def keep(self, slots, places, marks):
+            is_lost = places >= self.n_fit
+            self.lost = Lost(places[is_lost], marks[is_lost])
+
+        def take_lost(self, places):
+            lost, self.lost = self.lost, NOTHING_LOST
+            return lost
+
+    keepers, prefixes = Full(1), KeptPrefixes([10_000])
+    keeping = Keeping(keepers, prefixes, min_tokens=1, bytes_per_token=2**20)
+    request = Request("", list(range(100)), 999, slots=SlotList(np.arange(999)))
+    for _ in range(2 * EVERY_STEPS):
+        keeping.keep([request])
+    assert len(prefixes.find(prefixes.digests(request.all_token_ids()))) == 80 and prefixes.n_lost_tokens
+    keepers.n_fit, keeping._try_again_s = 999, 0.0  # as after a minute
+    for _ in range(2 * EVERY_STEPS):
+        request.output_token_ids.append(5)
+        keeping.keep([request])
+        prefixes.check_integrity()
+    assert len(prefixes.find(prefixes.digests(request.all_token_ids()))) >= 100
 
 
 def test_memory_that_is_there_again_is_used_again(monkeypatch):

@@ -114,7 +114,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def late(ended: EndedJob, within_s: float) -> str:
     """Of a job that was too late: where it was."""
-    return f"not done within {within_s:g} s; the last that it said: {reason(ended.err)}"
+    where = f"; the last that it said: {reason(ended.err)}" if ended.err.strip() else ""
+    return f"not done within {within_s:g} s{where}"
 
 
 def reason(said: str) -> str:

@@ -69,6 +69,7 @@ class Keeping:
         if time.monotonic() >= self._try_again_s:
             self.prefixes.try_again()
             self._try_again_s = math.inf
+            self._has_lost = True  # of what runs there is more to be kept now
         self._n_steps += 1
         is_time = self._n_steps % _LOOK_STEPS == 0
         if self._has_lost or self._n_steps % EVERY_STEPS == 0:

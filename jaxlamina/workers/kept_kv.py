@@ -233,6 +233,7 @@ class KeptKV:
     def copied(self, places: Int[np.ndarray, " n"]) -> Copied:
         """What is at those of ``places`` that hold something, and that nobody wrote to meanwhile; in any
         thread."""
+        places = places[self.marks[places] != 0]  # others are not looked at, as by `rows_at`
         which = _in_a_row(places)
         marks = self.marks[which].copy()
         rows = self._data[which].copy()
@@ -242,9 +243,16 @@ class KeptKV:
 
     def rows_at(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
         """All parts that `put` was given, one after the other, once they are written; to be read before more
-        is put."""
+        is put. Zeros of what is not kept."""
         self.wait_for(places)
-        found: np.ndarray = self._data[_in_a_row(places)]
+        which = _in_a_row(places)
+        is_there = self.marks[which] != 0
+        if is_there.all():
+            found: np.ndarray = self._data[which]
+            return found
+        # A place that nobody wrote to is not looked at: where memory is full that would end the process.
+        found = np.zeros((len(places), self.row_bytes), np.uint8)
+        found[is_there] = self._data[places[is_there]]
         return found
 
     def read(self, places: Int[np.ndarray, " n"], out: UInt8[np.ndarray, "m row_bytes"]) -> None:
