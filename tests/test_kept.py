@@ -182,6 +182,22 @@ def test_running_requests_keep_what_a_recovery_goes_on_after(capacities, rounds)
         )
 
 
+def test_one_that_was_preempted_is_kept_again():
+    """What was kept of it may have gone meanwhile, and there may be places again."""
+    prefixes = KeptPrefixes([200])
+    keeping = Keeping(Keepers(1), prefixes, min_tokens=1, bytes_per_token=2**25)  # few a step
+    request = Request("", list(range(100)), 999, slots=SlotList(np.arange(999)))
+
+    def n_kept():
+        for _ in range(2 * EVERY_STEPS):
+            keeping.keep([request])
+        return len(prefixes.find(prefixes.digests(request.all_token_ids())))
+
+    assert n_kept() == 99
+    prefixes.clear()
+    assert not len(keeping.find(request, 0)) and n_kept() == 99
+
+
 def test_places_that_do_not_do_are_not_asked_for_again_by_each_request():
     """Finding the oldest of all looks at all, and so does looking for each token of many."""
     prefixes = KeptPrefixes([1000])

@@ -42,6 +42,8 @@ class Keeping:
     def find(self, request: Request, n_cached: int) -> np.ndarray:
         """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
         nothing = np.empty(0, np.int32)
+        # Of one that was preempted nobody looked after what is kept.
+        request.n_kept, request.kept_at = 0, NOTHING_KEPT
         if request.scores_prompt or not self.prefixes.n_used:
             return nothing
         digests = self._digests(request, request.n_known)
@@ -70,6 +72,8 @@ class Keeping:
             self.prefixes.try_again()
             self._try_again_s = math.inf
             self._has_lost = True  # of what runs there is more to be kept now
+        if not self.prefixes.n_places:
+            return
         self._n_steps += 1
         is_time = self._n_steps % _LOOK_STEPS == 0
         if self._has_lost or self._n_steps % EVERY_STEPS == 0:
