@@ -41,16 +41,15 @@ class Keeping:
 
     def find(self, request: Request, n_cached: int) -> np.ndarray:
         """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
-        nothing = np.empty(0, np.int32)
         # Of one that was preempted nobody looked after what is kept.
         request.n_kept, request.kept_at = 0, NOTHING_KEPT
         if request.scores_prompt or not self.prefixes.n_used:
-            return nothing
+            return NOTHING_KEPT
         digests = self._digests(request, request.n_known)
         wanted = digests.part(n_cached, request.n_known - 1)
         found = self.prefixes.find(wanted)
         if not n_cached + len(found) >= self._min_tokens <= len(found):
-            return nothing
+            return NOTHING_KEPT
         # What is being written may find no memory. Until that is known nothing can be said to be kept.
         return self.prefixes.find(wanted) if self._lose(found) else found
 

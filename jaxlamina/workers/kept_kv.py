@@ -284,10 +284,7 @@ class KeptKV:
 
     def wait_for(self, places: Int[np.ndarray, " n"]) -> None:
         """Until what is to be at ``places`` is written. Raises what has made writing fail."""
-        until = np.take(self._due, places, mode="clip").max(initial=0)
-        with self._progress:
-            self._progress.wait_for(lambda: self._n_written >= until)
-        self._check()
+        self._wait_until(int(np.take(self._due, places, mode="clip").max(initial=0)))
 
     def take_lost(self) -> Lost:
         """What `later` was to keep and there was no memory for, since this was asked last."""
@@ -295,9 +292,11 @@ class KeptKV:
 
     def flush(self) -> None:
         """Waits for what is being written. Raises what has made it fail."""
-        n = self._n_begun
+        self._wait_until(self._n_begun)
+
+    def _wait_until(self, n_written: int) -> None:
         with self._progress:
-            self._progress.wait_for(lambda: self._n_written >= n)
+            self._progress.wait_for(lambda: self._n_written >= n_written)
         self._check()
 
     def end_with(self, owner: object) -> None:
@@ -329,16 +328,14 @@ class KeptKV:
     def _put_or_lose(self, waiting: _Later) -> None:
         try:
             self.put(waiting.places, waiting.marks, waiting.parts())
-        except Exception as error:
-            if not is_full(error):
-                raise
-            self._lost.put(Lost(waiting.places, waiting.marks))
+        except Exception as error:  # noqa: BLE001 (raised again if it says anything but that)
             self._say_full(
                 error,
                 len(waiting.places),
                 "They are not kept, and a recovery computes them again; "
                 "jaxlamina:kept_kv_lost_tokens_total counts such tokens",
             )
+            self._lost.put(Lost(waiting.places, waiting.marks))
 
     def _say_full(self, error: BaseException, n: int, so: str) -> None:
         """Once, since later there is a metric. Raises what says something else."""
