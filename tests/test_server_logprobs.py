@@ -14,6 +14,7 @@ from jaxlamina import LLM, SamplingParams
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
+from jaxlamina.server.forms import Text
 from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -127,3 +128,36 @@ def test_tokens_keep_their_blanks():
         ] == found.text_offset
     [out] = llm.generate([{"prompt_token_ids": [1, 8]}], SamplingParams(max_tokens=3, logprobs=0, seed=3))
     assert "".join(next(iter(entry.values())).decoded_token for entry in out.logprobs) == out.text
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_events_that_are_put_together_are_those_of_their_chunks(of_bytes, chat, ids):
+    """Nearly all of a stream is events of which only the text, and the ids, are made anew."""
+    asked = {
+        "max_tokens": 30,
+        "n": 2,
+        "seed": 5,
+        "return_token_ids": ids,
+        "allowed_token_ids": [C3, A9, A, 0x22],
+    }
+    prompts = Prompts(of_bytes)
+    if chat:
+        body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **asked)
+        params = sampling_params(body)
+        prompt = prompts.chat(body, params)
+        form = ChatForm(body, 'm"', prompt, Reading(), prompts.token_bytes)
+    else:
+        body = CompletionRequest(prompt="é", **asked)
+        params = sampling_params(body)
+        [prompt] = prompts.completion(body, params)
+        form = CompletionForm(body, 'm"', [prompt], prompts.token_bytes)
+    events = []
+    of_bytes.generate([{"prompt_token_ids": list(prompt.token_ids)}], params, on_token=events.append)
+    chunks = [chunk for event in events for chunk in form.chunks(0, event)]
+    texts = [chunk for chunk in chunks if isinstance(chunk, Text)]
+    assert len(texts) > len(chunks) / 2
+    for text in texts:
+        assert form.event(text) == form.event(form.text_chunk(text))
+    written = [chunk.ids for chunk in texts if chunk.choice == 1]
+    assert all(isinstance(one, list) for one in written) if ids else {*map(type, written)} == {type(None)}

@@ -141,6 +141,9 @@ class Engine:
         self.n_weight_updates = 0
         self._times = StepTimes(clock)
         self.before_step: Callable[[], None] | None = None  # called first in every step
+        # Called when this thread will not want Python for a while: a step is launched, or waited for.
+        self.meanwhile: Callable[[], None] = lambda: None
+        executor.on_launch = lambda: self.meanwhile()
         self.admission = Admission(
             tokenizer,
             vocab_size=vocab_size,
@@ -297,10 +300,12 @@ class Engine:
             self._ahead = None
             if step is None:
                 if self.scheduler.own_pace.is_awaited:
+                    self.meanwhile()
                     self._take_computed(_WAIT_S)
                 return []
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
+            self.meanwhile()
             events = self._take_in(step)
         except BaseException:
             self._lose()

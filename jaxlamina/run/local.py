@@ -179,6 +179,7 @@ class LocalExecutor(Executor):
             for kv, slots in zip(asked, part.rows.slots, strict=False)
         ]
         bound = self._side.weights(weights)
+        self.on_launch()
         (logits, *of_model), *pools = together.run((bound, *given, *own), *stored)
         if self._side.kv is not None:
             self._side.kv.take_back(*of_model)

@@ -534,6 +534,7 @@ class RanksExecutor(Executor):
         if own.program is not None:
             assert own.weights is not None
             given = head.inputs, head.rows.at, head.rows.local
+            self.on_launch()
             found.append(transport.unbind(self._side.run(own.program, own.weights, *given)))
         if own.receive is not None:
             found += transport.unbind(own.receive(self._start))

@@ -150,7 +150,9 @@ class UnsplitExecutor(Executor):
 
     def _run(self, step: Step) -> StepLogits:
         program = self._compiled.get(_sizes(step)) or self._program(step)
-        self.kv.k, self.kv.v, *logits = program(*self._inputs(step))
+        inputs = self._inputs(step)
+        self.on_launch()
+        self.kv.k, self.kv.v, *logits = program(*inputs)
         return StepLogits(None if step.decodes is None else logits.pop(0), tuple(logits))
 
     def _program(self, step: Step) -> Any:

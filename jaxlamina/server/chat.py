@@ -92,8 +92,8 @@ class ChatForm(Form):
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
     ) -> Iterator[Chunk]:
         read = self._readers[choice].add(text)
-        if entry is None and ids is None and read.answered and not (read.thought or read.calls):
-            yield Text(choice, read.answered)
+        if entry is None and read.answered and not (read.thought or read.calls):
+            yield Text(choice, read.answered, ids)
             return
         logprobs = self._logprobs(None if entry is None else [entry])
         delta = self._delta(choice, read)
@@ -102,8 +102,9 @@ class ChatForm(Form):
         if delta is not None:
             yield self._chunk(ChunkChoice(index=choice, delta=delta, logprobs=logprobs, token_ids=ids))
 
-    def text_chunk(self, choice: int, text: str) -> ChatCompletionChunk:
-        return self._chunk(ChunkChoice(index=choice, delta=Delta(content=text)))
+    def text_chunk(self, text: Text) -> ChatCompletionChunk:
+        delta = Delta(content=text.text)
+        return self._chunk(ChunkChoice(index=text.choice, delta=delta, token_ids=text.ids))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[ChatCompletionChunk]:
         reader = self._readers[choice]

@@ -84,8 +84,8 @@ class CompletionForm(Form):
     def piece(
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
     ) -> Iterator[Chunk]:
-        if entry is None and ids is None:
-            yield Text(choice, text)
+        if entry is None and (ids is None or choice in self._begun):  # the first one has the prompt's ids
+            yield Text(choice, text, ids)
             return
         logprobs = self._of_written(choice, None if entry is None else [entry])
         yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs, token_ids=ids))
@@ -96,8 +96,8 @@ class CompletionForm(Form):
         else:
             super().pass_over(which, event)
 
-    def text_chunk(self, choice: int, text: str) -> CompletionResponse:
-        return self._chunk(CompletionChoice(index=choice, text=text))
+    def text_chunk(self, text: Text) -> CompletionResponse:
+        return self._chunk(CompletionChoice(index=text.choice, text=text.text, token_ids=text.ids))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[CompletionResponse]:
         completion = self._given(completion)

@@ -133,6 +133,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop
         self._step_since: float | None = None
         self._running: dict[str, _Running] = {}
+        self._given: list[tuple[Any, int, TokenEvent]] = []  # to be delivered
         self._n_together = 0  # that have come
         self._expected = 0, 0.0  # how many are to come, and until when they are waited for
 
@@ -177,6 +178,7 @@ class EngineThread:
         try:
             self._prepare(self._stopping.is_set)
             _call(self._loop, self._ready)
+            self._engine.meanwhile = self._deliver_given
             while self._take_in():
                 if not self._engine.rests:
                     self._before_step()
@@ -184,16 +186,20 @@ class EngineThread:
                     events = self._engine.step()
                     self._step_since = None
                     self._give_out(events)
+            self._deliver_given()
             if self._engine.idle:  # the end: no slot may be lost or shared by now
                 self._engine.check_integrity()
         except BaseException as error:  # noqa: BLE001 (whatever it is, nobody is answered any more)
             _log.error("the engine has failed", exc_info=True)
+            self._deliver_given()
             _call(self._loop, self._end, "failed", f"{type(error).__name__}: {error}")
 
     def _take_in(self) -> bool:
         """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
         while not self._stopping.is_set():
             wait_s = None if self._engine.rests else self._awaits_s()
+            if wait_s != 0:
+                self._deliver_given()
             try:
                 message = self._inbox.get(block=wait_s != 0, timeout=wait_s)
             except queue.Empty:
@@ -240,14 +246,13 @@ class EngineThread:
 
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """As `Engine.pause`, called by what the thread is asked (`Ask`). Whose requests it ends are told."""
-        given = []
         for request_id in self._engine.pause(mode, clear_cache=clear_cache):
             if (running := self._running.pop(request_id, None)) is not None:
                 error = Ended("this request was ended by a pause of the server: send it again")
                 event = TokenEvent(request_id, 0, "", None, error=error)
-                given.append((running.answers, running.index, event))
+                self._given.append((running.answers, running.index, event))
                 self._observer.aborted()
-        _call(self._loop, self._deliver, given)
+        self._deliver_given()
 
     def _abort(self, answers: Any) -> None:
         for request_id in [id_ for id_, running in self._running.items() if running.answers is answers]:
@@ -256,19 +261,23 @@ class EngineThread:
                 self._observer.aborted()
 
     def _give_out(self, events: Sequence[TokenEvent]) -> None:
+        """They are delivered once this thread launches the next step, or waits: it would wait for Python
+        otherwise, while the event loop makes answers of them."""
         now = time.perf_counter()
-        given = []
         for event in events:
             running = self._running.get(event.request_id)
             if running is None:  # aborted while its step ran
                 continue
-            given.append((running.answers, running.index, event))
+            self._given.append((running.answers, running.index, event))
             if event.output is not None or event.error is not None:
                 del self._running[event.request_id]
             try:
                 self._observe(running, event, now)
             except Exception:  # noqa: BLE001 (a count less)
                 _log.exception("request %s was not counted", event.request_id)
+
+    def _deliver_given(self) -> None:
+        given, self._given = self._given, []
         if given:
             _call(self._loop, self._deliver, given)
 

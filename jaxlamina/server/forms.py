@@ -21,14 +21,16 @@ from jaxlamina.server.errors import ApiError
 from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDetails, Usage
 
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_ANY_TEXT = "\ue000text\ue000"
+_ANY_TEXT, _ANY_IDS = "\ue000text\ue000", [-(2**53)]
 
 
 class Text(NamedTuple):
-    """A chunk that has some more text of a choice and nothing else: nearly all of a stream."""
+    """A chunk that has some more text of a choice, where wanted its tokens' ``ids``, and nothing else: nearly
+    all of a stream. Of one choice all have ids, or none."""
 
     choice: int
     text: str
+    ids: list[int] | None = None
 
 
 Chunk = BaseModel | Text
@@ -47,7 +49,8 @@ class Form(ABC):
         self.model, self.n, self.gives_written, self.gives_ids = model, n, gives_written, gives_ids
         self.identify(uuid.uuid4().hex, int(time.time()))
         self._include_usage = include_usage
-        self._around: dict[int, tuple[str, str]] = {}  # a choice's text, in the event of a `Text`
+        # A choice's text, and its ids, in the event of a `Text`.
+        self._around: dict[int, tuple[str, str, str]] = {}
         self._finished: dict[int, RequestOutput] = {}
 
     def identify(self, key: str, created: int) -> None:
@@ -107,8 +110,8 @@ class Form(ABC):
 
     last = "data: [DONE]\n\n"  # after all else, in a stream
 
-    def text_chunk(self, choice: int, text: str) -> BaseModel:
-        """A `Text` as it goes out, of forms that have them."""
+    def text_chunk(self, text: Text) -> BaseModel:
+        """It as it goes out, of forms that have them."""
         raise NotImplementedError
 
     def event(self, chunk: Chunk) -> str:
@@ -118,10 +121,13 @@ class Form(ABC):
         # Said for every token: what is the same each time is made once.
         around = self._around.get(chunk.choice)
         if around is None:
-            event = self.event(self.text_chunk(chunk.choice, _ANY_TEXT))
+            any_ids = None if chunk.ids is None else _ANY_IDS
+            event = self.event(self.text_chunk(Text(chunk.choice, _ANY_TEXT, any_ids)))
             before, _, after = event.partition(_JSON.encode(_ANY_TEXT))
-            around = self._around[chunk.choice] = before, after
-        return around[0] + _JSON.encode(chunk.text) + around[1]
+            between, _, after = after.partition(_JSON.encode(_ANY_IDS))
+            around = self._around[chunk.choice] = before, between, after
+        ids = "" if chunk.ids is None else f"[{','.join(map(str, chunk.ids))}]"
+        return around[0] + _JSON.encode(chunk.text) + around[1] + ids + around[2]
 
     def failure(self, error: ApiError) -> str:
         """The event of an answer that cannot be finished."""
