@@ -86,9 +86,12 @@ class Keeping:
         for request in running:
             if left <= 0:
                 break
-            start, stop = request.n_kept, min(request.n_stored, request.n_kept + left)
+            start = request.n_kept
             is_new = request.n_computed is None and start < len(request.prompt_token_ids) - 1
-            is_due = is_new or (is_time and request.n_stored - start > EVERY_STEPS - _LOOK_STEPS)
+            if not (is_new or is_time):  # as of most requests in most steps
+                continue
+            stop = min(request.n_stored, start + left)
+            is_due = is_new or request.n_stored - start > EVERY_STEPS - _LOOK_STEPS
             has_gap = len(request.kept_at) < start
             if request.lockstep or has_gap or stop <= start or not is_due:
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -77,6 +78,12 @@ class LiveRequest:
             self.continuations = [
                 Continuation(i, seed_of(self.seed, i), self.new_text()) for i in range(p.n_sequences)
             ]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether each of its tokens is the likeliest, and nothing else is wanted of it."""
+        p = self.params
+        return p.greedy and not (p.adjusts or p.min_tokens or p.use_beam_search or self._wants_entries)
 
     @property
     def may_go_on(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -68,8 +70,7 @@ class RequestOutput:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
 
     ``index``: which of the request's continuations it is of. Where the continuations that are given are

@@ -7,10 +7,11 @@ device but what a launched step waits for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from jaxlamina.engine.in_flight import LaunchedStep, Scored, StepTimes
 from jaxlamina.engine.live_request import Continuation, LiveRequest

@@ -54,7 +54,9 @@ class GeneratedText:
     def release(self, *, finished: bool) -> str:
         """Text not released before. Unless ``finished``, an end that may grow into a stop string stays
         back."""
-        held = 0 if finished else max((_overlap(self.text, s) for s in self._stop), default=0)
+        held = 0
+        if self._stop and not finished:
+            held = max(_overlap(self.text, s) for s in self._stop)
         end = max(self._n_released, len(self.text) - held)
         new = self.text[self._n_released : end]
         self._n_released = end
