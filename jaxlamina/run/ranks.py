@@ -534,11 +534,15 @@ class RanksExecutor(Executor):
         if own.program is not None:
             assert own.weights is not None
             given = head.inputs, head.rows.at, head.rows.local
-            self.on_launch()
-            found.append(transport.unbind(self._side.run(own.program, own.weights, *given)))
+            call = partial(self._call, own.program)  # once its inputs are on their way
+            found.append(transport.unbind(self._side.run(call, own.weights, *given)))
         if own.receive is not None:
             found += transport.unbind(own.receive(self._start))
         return found
+
+    def _call(self, program: Callable[..., Any], *given: Any) -> Any:
+        self.on_launch()
+        return program(*given)
 
     def _check_current(self) -> None:
         if self._epoch != self.group.epoch:

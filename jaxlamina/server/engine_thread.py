@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from jaxlamina.engine.outputs import RequestOutput
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _TOGETHER_S = 0.5  # that a step waits for requests which go on together
+# How long the event loop keeps Python from this thread, once a launch is over; usual are 5 ms, half a step.
+_SWITCH_S = 0.0002
 
 
 class Ended(Exception):
@@ -179,6 +182,7 @@ class EngineThread:
             self._prepare(self._stopping.is_set)
             _call(self._loop, self._ready)
             self._engine.meanwhile = self._deliver_given
+            sys.setswitchinterval(_SWITCH_S)
             while self._take_in():
                 if not self._engine.rests:
                     self._before_step()
