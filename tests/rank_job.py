@@ -7,7 +7,7 @@ With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks 
 With ``"behind": [first, last]`` they run each of these steps only once they have been told of what comes
 after it; with ``"slow": [first, last, seconds]`` each of these takes them so long; with ``"hold_prompts": FOLDER``
 prefill workers begin with a chunk only once a file there says so; with ``"unreadable":
-true`` their first recording cannot be read. After each step they note, with ``"frozen": FOLDER``, how much
+true`` their first recording cannot be read; with ``"parcel_bytes": n`` weights go in parcels of so many at most. After each step they note, with ``"frozen": FOLDER``, how much
 Python's collections leave out, and model ranks but rank 0, with ``"weigh": FOLDER``, what arrays they hold.
 Hundreds of these processes are started: what only rank 0 or only model ranks need, only these import.
 """
@@ -167,6 +167,10 @@ def main() -> int:
     rank = place(os.environ).rank
     if "elsewhere" in job:
         elsewhere(rank)
+    if "parcel_bytes" in job:
+        from jaxlamina.ranks import parcels
+
+        parcels.MOST_BYTES = job["parcel_bytes"]
     if rank > 0:
         if "hold" in job:
             hold(**job["hold"])

@@ -42,6 +42,7 @@ def started(
     frozen: Any = None,
     elsewhere: bool = False,
     hold_prompts: Any = None,
+    parcel_bytes: int = 0,
     **cluster: Any,
 ) -> Iterator[list[Any]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's
@@ -65,6 +66,7 @@ def started(
         "frozen": frozen and str(frozen),
         "elsewhere": elsewhere,
         "hold_prompts": hold_prompts and str(hold_prompts),
+        "parcel_bytes": parcel_bytes,
     }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)

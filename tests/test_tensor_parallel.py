@@ -40,7 +40,8 @@ CASES = [
 
 @pytest.mark.parametrize(("transport", "dop", "n_batches", "partition"), CASES)
 def test_shards_give_the_unsplit_models_tokens(transport, dop, n_batches, partition):
-    how = {"partition": partition, "n_batches": n_batches, "tensor_parallel": dop[0]}
+    how: dict[str, Any] = {"partition": partition, "n_batches": n_batches, "tensor_parallel": dop[0]}
+    how["parcel_bytes"] = 20_000  # a layer's weights take several parcels
     lengths = {"llama": 30} | ({} if transport == "mpi" else {"qwen3-moe": 8})
     scenarios = [("greedy", {"model": model, "n_tokens": n}) for model, n in lengths.items()]
     found = run_job(transport, dop, scenarios, **how)

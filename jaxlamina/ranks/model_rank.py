@@ -29,12 +29,11 @@ from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.kv_room import moving_handlers, scales_of
 from jaxlamina.ranks.model_side import (
     ModelSide,
-    parameters_receiver,
-    receive_parameters,
     shards_of,
     shared_out_of,
 )
 from jaxlamina.ranks.own_pace import PromptWorker
+from jaxlamina.ranks.parcels import ParcelReceiver
 from jaxlamina.ranks.rank_kv import RankKV
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
@@ -71,7 +70,7 @@ class ModelRank(ServedRank):
         }
         self._handlers |= moving_handlers(client, self._kv, self._copies)
         self._setup: m.Setup | None = None
-        self._receives: Program  # the weights
+        self._weights = ParcelReceiver(transport, 0)
         self._function: ModelFn
         self._prompts: PromptWorker | None = None  # of a prefill worker at its own pace
         self._tables = SlotTables()
@@ -87,9 +86,7 @@ class ModelRank(ServedRank):
         of_shard = shard_like(like, shared)
         own = {name: of_shard[name] for name in setup.params}
         check_weights(tree_bytes(own), setup.dtype, self._transport.device)
-        self._receives = parameters_receiver(self._transport, own, 0)
-        params = receive_parameters(self._transport, self._receives, own)
-        jax.block_until_ready(params)
+        params = self._weights.receive(own)
         self._function = own_model = shard_model(function, like, shared, self._rank)
         model = ModelWorker(own_model, params, self._transport.device, of_shard)
         specs = specs_of(model.split(1).sites, setup.kv_dtype, shared.heads_over)
@@ -101,8 +98,7 @@ class ModelRank(ServedRank):
 
     def _on_new_weights(self, _: m.NewWeights) -> None:
         assert self._side is not None
-        params = receive_parameters(self._transport, self._receives, self._side.model.params)
-        jax.block_until_ready(params)
+        params = self._weights.receive(self._side.model.params)
         with self._tracing:
             self._side.put_weights(params)
         self._client.send(m.ModelReady())

@@ -7,14 +7,13 @@ rank but by what the transport sends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
 
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
@@ -344,42 +343,6 @@ def model_workspace_bytes(
     steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
     programs: list[Any] = [side.compile_later(shape)()[0] for shape in steps]
     return max(Together([program], CompiledPieces()).workspace_bytes() for program in programs)
-
-
-def sender(transport: Transport, like: Mapping[str, Like], to: int) -> Program:
-    """A program that takes parameters like these, on this rank's device, and sends them to rank ``to``, who
-    runs `parameters_receiver`'s. It gives an array ``[1]`` that is there when all is sent."""
-
-    def program(params: dict[str, jax.Array]) -> jax.Array:
-        tie: jax.Array | None = None
-        for name in sorted(params):
-            tie = transport.send(params[name], to, tie)
-        assert tie is not None
-        return tie.reshape(1)
-
-    return transport.compile(program, dict(like))
-
-
-def send_parameters(
-    transport: Transport, program: Program, params: Mapping[str, jax.Array]
-) -> Shaped[jax.Array, " 1"]:
-    """``params``, of this rank's device, by `sender`'s program. An array that is there when all is sent."""
-    done: jax.Array = transport.unbind(program(transport.bind(dict(params))))
-    return done
-
-
-def parameters_receiver(
-    transport: Transport, like: Mapping[str, jax.ShapeDtypeStruct], source: int
-) -> Program:
-    """A program for `receive_parameters` of parameters like these, which ``source`` sends."""
-    names = sorted(like)
-    return receiver(transport, [like[name] for name in names], [source] * len(names))
-
-
-def receive_parameters(transport: Transport, program: Program, names: Iterable[str]) -> dict[str, jax.Array]:
-    """What another rank sends by `send_parameters`, taken in by `parameters_receiver`'s program."""
-    start = transport.bind(jax.device_put(jnp.zeros(1, jnp.int32), transport.device))
-    return dict(zip(sorted(names), transport.unbind(program(start)), strict=True))
 
 
 def receiver(transport: Transport, likes: Sequence[jax.ShapeDtypeStruct], sources: Sequence[int]) -> Program:

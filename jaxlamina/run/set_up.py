@@ -7,7 +7,8 @@ Runs on rank 0. Knows the group and the layout; no step and no request.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,13 +18,13 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.models.causal_lm import CausalLM
-from jaxlamina.ranks.apart import WHOLE
+from jaxlamina.ranks.apart import WHOLE, SharedOut
 from jaxlamina.ranks.cluster_layout import layout_of
-from jaxlamina.ranks.model_side import send_parameters, sender, shared_out_of, traces
-from jaxlamina.ranks.shards import shard_of
+from jaxlamina.ranks.model_side import shared_out_of, traces
+from jaxlamina.ranks.parcels import ParcelSender
+from jaxlamina.ranks.shards import shard_like, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.steps.layout import Layout
-from jaxlamina.transports import Program
 from jaxlamina.weights.later import Later, put
 from jaxlamina.workers.model_worker import ModelFn, Params
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -47,18 +48,25 @@ class WeightShares:
         cluster, n = group.cluster, group.cluster.n_model
         self._group = group
         self.others = (*group.replicas, *group.prefill_ranks)
-        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+        self._like = like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         self.shared = shared_out_of(cluster, model, like)
         self.stages = Stages((), (frozenset(params),) * n)
         if cluster.pipeline_parallel > 1:
             self.stages = stages_of(traces(model, like), like, n)
-        self._programs: dict[int, Program] = {}
+        self._senders = {rank: ParcelSender(group.transport, rank) for rank in self.others}
         self._here = jax.sharding.SingleDeviceSharding(group.device)
 
     def of(self, params: Params, rank: int) -> dict[str, jax.Array]:
-        names = params if rank in self._group.prefill_ranks else self.stages.params[rank]
-        shared = WHOLE if rank in self._group.prefill_ranks else self.shared
-        found: dict[str, jax.Array] = {}
+        return self._part_of(params, rank, self._names(rank))
+
+    def _names(self, rank: int) -> Iterable[str]:
+        return self._like if rank in self._group.prefill_ranks else self.stages.params[rank]
+
+    def _shared(self, rank: int) -> SharedOut:
+        return WHOLE if rank in self._group.prefill_ranks else self.shared
+
+    def _part_of(self, params: Params, rank: int, names: Iterable[str]) -> dict[str, jax.Array]:
+        shared, found = self._shared(rank), dict[str, jax.Array]()
         for name in names:  # one after another: of those that are made here, all are not to be here at once
             x = params[name]
             found |= shard_of({name: put(x, self._here) if isinstance(x, Later) else x}, shared, rank)
@@ -72,13 +80,10 @@ class WeightShares:
         ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
         for rank in self.others:
             group.send(rank, message_to(rank))
-        for rank in self.others:  # one after another: this device may have no room for all at once
-            own = jax.device_put(self.of(params, rank), group.device)
-            if rank not in self._programs:
-                self._programs[rank] = sender(group.transport, own, rank)
-            done = send_parameters(group.transport, self._programs[rank], own)
-            done.block_until_ready()
-        group.watch.until(ticket, done)
+        for rank in self.others:
+            like = shard_like({name: self._like[name] for name in self._names(rank)}, self._shared(rank))
+            self._senders[rank].send(like, partial(self._part_of, params, rank))
+        group.watch.watchdog.done(ticket)
         for rank in self.others:
             group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
 
