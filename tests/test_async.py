@@ -7,6 +7,7 @@ Both engines run the same real executor, one after the other.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
@@ -26,6 +27,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.run.executor import StepLogits, WrappedExecutor
 from jaxlamina.sampling.sampler import Sampler
+from jaxlamina.server.engine_thread import Add, EngineThread
+from jaxlamina.server.metrics import Metrics
 from jaxlamina.steps.step import Step
 from jaxlamina.weights.sources import InMemoryModel
 
@@ -279,6 +282,65 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_it_are_read(smal
     # Five tokens are five steps: that the last one is the last is known ahead.
     assert orders[True] == ["launch", *["launch", "read"] * 4, "read"]
     assert orders[False] == ["launch", "read"] * 5
+
+
+class Done:
+    """Nobody waits for it."""
+
+    def set(self, value: None) -> None:
+        pass
+
+
+class InTurn:
+    """An event loop that does at once what it is told."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
+        function(*arguments)
+
+
+def test_tokens_go_out_while_a_step_is_launched_and_before_one_is_waited_for(small: LLM):
+    """The engine's thread wants no Python then, which others need to make answers of them."""
+    engine = engine_of(small, True)
+    seen: list[str] = []
+
+    class Launching(WrappedExecutor):
+        def run(self, step: Step) -> StepLogits:
+            seen.append("launch")
+            found = super().run(step)
+            seen.append("launched")
+            return found
+
+    engine.executor = Launching(engine.executor)
+    read = engine._times.read
+    engine._times.read = lambda rows: (seen.append("read"), read(rows))[1]  # type: ignore[method-assign]
+    thread = EngineThread(
+        engine,
+        Metrics("tiny"),
+        prepare=lambda stopped: None,
+        before_step=lambda: None,
+        ready=lambda: None,
+        deliver=lambda given: seen.extend(
+            f"out {len(event.output.token_ids) if event.output else ''}" for *_, event in given
+        ),
+        end=lambda *_: seen.append("end"),
+    )
+    loop: Any = InTurn()
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    job = engine.admission.job([1, 2, 3], params, None)
+    thread.start(loop)
+    added = Add(object(), [job], [()], {}, {}, 0, 0, False, Done())  # type: ignore[arg-type]
+    thread.put(added)
+    until = time.monotonic() + 60
+    while "out 5" not in seen and time.monotonic() < until:
+        time.sleep(0.01)
+    thread.stop()
+    thread.join(30)
+    first = ["launch", "launched", "launch", "launched", "read"]
+    each = ["launch", "out ", "launched", "read"]
+    assert seen == [*first, *each * 3, "out ", "read", "out 5"]
 
 
 def test_a_step_of_beams_is_waited_for_and_the_others_go_on(small: LLM):

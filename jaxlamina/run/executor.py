@@ -70,8 +70,8 @@ class Executor(ABC):
     latest_n_batches: int = 1
     # The ranks that run the steps (`jaxlamina.job.group.Group`), where there are several.
     group: Any = None
-    # Called when a step's program is about to be started. That takes milliseconds and no Python, so it is a
-    # good time for other threads' work.
+    # Called when a step's program is about to be called, which takes milliseconds and no Python, or to be
+    # compiled: a good time for other threads' work.
     on_launch: Callable[[], None] = staticmethod(lambda: None)
 
     @property

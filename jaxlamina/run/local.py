@@ -169,6 +169,7 @@ class LocalExecutor(Executor):
 
     def _run(self, step: Step) -> StepLogits:
         part = self._part(step)
+        self.on_launch()  # also where it is to be compiled first
         together, weights, asked = self._step_of(part.shape)
         given = jax.device_put((part.inputs, part.rows.at), self.device)
         own: tuple[Any, ...] = [], [], ()
@@ -179,7 +180,6 @@ class LocalExecutor(Executor):
             for kv, slots in zip(asked, part.rows.slots, strict=False)
         ]
         bound = self._side.weights(weights)
-        self.on_launch()
         (logits, *of_model), *pools = together.run((bound, *given, *own), *stored)
         if self._side.kv is not None:
             self._side.kv.take_back(*of_model)

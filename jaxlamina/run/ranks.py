@@ -500,6 +500,8 @@ class RanksExecutor(Executor):
         """Each part's logits."""
         head, *beside = parts
         shape = msgspec.structs.replace(head.shape, prefills=tuple(part.shape for part in beside))
+        if shape not in self.matched:  # its program is compiled here
+            self.on_launch()
         own = self.matched.of(shape)
         workers = self.matched.workers_in(shape)
         ticket = self.group.begin_step(shape, workers)
