@@ -178,11 +178,12 @@ class EngineThread:
     # --- in the thread ---
 
     def _run(self) -> None:
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)  # first: threads that compile behind go back to what they found
         try:
             self._prepare(self._stopping.is_set)
             _call(self._loop, self._ready)
             self._engine.meanwhile = self._deliver_given
-            sys.setswitchinterval(_SWITCH_S)
             while self._take_in():
                 if not self._engine.rests:
                     self._before_step()
@@ -197,6 +198,8 @@ class EngineThread:
             _log.error("the engine has failed", exc_info=True)
             self._deliver_given()
             _call(self._loop, self._end, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            sys.setswitchinterval(usual_s)
 
     def _take_in(self) -> bool:
         """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
