@@ -27,11 +27,7 @@ from jaxlamina.models.causal_lm import of_origin
 from jaxlamina.ranks.apart import WHOLE
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.kv_room import moving_handlers, scales_of
-from jaxlamina.ranks.model_side import (
-    ModelSide,
-    shards_of,
-    shared_out_of,
-)
+from jaxlamina.ranks.model_side import ModelSide, shards_of, shared_out_of
 from jaxlamina.ranks.own_pace import PromptWorker
 from jaxlamina.ranks.parcels import ParcelReceiver
 from jaxlamina.ranks.rank_kv import RankKV
