@@ -72,6 +72,9 @@ class Watch:
     def begin(self, what: str, deadline_s: float | None = None) -> int:
         return self.watchdog.begin(what, deadline_s)
 
+    def done(self, ticket: int) -> None:
+        self.watchdog.done(ticket)
+
     def until(self, ticket: int, array: jax.Array, on_done: Callable[[float], None] = lambda _: None) -> None:
         """The step is done once ``array`` is there. ``on_done`` is then told its seconds, from the watch's
         thread: since now, or since the step before it was done."""

@@ -8,7 +8,6 @@ tracing them stays with the thread that asks.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +18,11 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxlamina.process import garbage
+from jaxlamina.process.turns import short_turns
 
 T = TypeVar("T")
 # XLA itself uses more for parts of a program, and tracing has to keep up with them.
 _MOST_THREADS = 8
-# How long a process's threads have Python in turn while programs are traced: a step asks for it some hundred
-# times.
-_SWITCH_S = 0.0002
 
 
 def n_compiling(cores_each: int = 2) -> int:
@@ -78,14 +75,9 @@ class Ahead(Generic[T]):
 @contextmanager
 def beside_steps() -> Iterator[None]:
     """While threads of this process trace programs and another one runs steps: that one waits for Python for
-    a short time only."""
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    try:
-        with garbage.young_only():
-            yield
-    finally:
-        sys.setswitchinterval(usual_s)
+    a short time only, and a step asks for it some hundred times."""
+    with short_turns(), garbage.young_only():
+        yield
 
 
 def side_by_side(calls: Sequence[Callable[[], object]]) -> None:

@@ -83,7 +83,7 @@ class WeightShares:
         for rank in self.others:
             like = shard_like({name: self._like[name] for name in self._names(rank)}, self._shared(rank))
             self._senders[rank].send(like, partial(self._part_of, params, rank))
-        group.watch.watchdog.done(ticket)
+        group.watch.done(ticket)
         for rank in self.others:
             group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from jaxlamina.engine.engine import Engine, PauseMode, TokenEvent
 from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.outputs import RequestOutput
+from jaxlamina.process.turns import short_turns
 
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _TOGETHER_S = 0.5  # that a step waits for requests which go on together
-# How long the event loop keeps Python from this thread, once a launch is over; usual are 5 ms, half a step.
-_SWITCH_S = 0.0002
 
 
 class Ended(Exception):
@@ -177,9 +175,9 @@ class EngineThread:
 
     # --- in the thread ---
 
+    # For when a launch is over. First, since threads that compile behind go back to what they found.
+    @short_turns()
     def _run(self) -> None:
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)  # first: threads that compile behind go back to what they found
         try:
             self._prepare(self._stopping.is_set)
             _call(self._loop, self._ready)
@@ -198,8 +196,6 @@ class EngineThread:
             _log.error("the engine has failed", exc_info=True)
             self._deliver_given()
             _call(self._loop, self._end, "failed", f"{type(error).__name__}: {error}")
-        finally:
-            sys.setswitchinterval(usual_s)
 
     def _take_in(self) -> bool:
         """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
