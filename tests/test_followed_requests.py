@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
+from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
+from aiohttp import web
 
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.pieces import Follow, Opening, Piece
 from jaxlamina.supervisor import requests as following
+from jaxlamina.supervisor.job_client import JobClient
 from jaxlamina.supervisor.journal import Entry, Journal
 from jaxlamina.supervisor.requests import MOST_TRIES, FollowedRequests, _Gone
 
@@ -30,22 +33,42 @@ class OneJob:
 
     def __init__(self):
         self.n, self.n_asked = 1, 0
-        self.client = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://job")
+        self.client = None
 
-    def answer(self, _):
+    async def answer(self, _body):
         self.n_asked += 1
-
-        async def lines():
-            for piece in PIECES:
-                yield piece.line()
-
-        return httpx.Response(200, content=lines())
+        for piece in PIECES:
+            yield piece.line()
 
     async def ready(self, _, *, after=0):
         if after >= self.n:
             await asyncio.sleep(0.01)
             raise TimeoutError
+        if self.client is None:
+            self._folder = tempfile.TemporaryDirectory()
+            socket = Path(self._folder.name) / "socket"
+            app = web.Application()
+            app.router.add_post("/{path:.*}", self._answer)
+            self._server = web.AppRunner(app, shutdown_timeout=0.1)
+            self.client = JobClient(socket, {})
+            await self._server.setup()
+            await web.UnixSite(self._server, str(socket)).start()
         return self
+
+    async def _answer(self, asked):
+        answer = web.StreamResponse()
+        async for line in self.answer(await asked.read()):
+            if isinstance(line, int):
+                return web.json_response({"error": {"message": "no"}}, status=line)
+            if not answer.prepared:
+                await answer.prepare(asked)
+            await answer.write(line)
+        return answer
+
+    async def close(self):
+        await self.client.close()
+        await self._server.cleanup()
+        self._folder.cleanup()
 
     def ends(self):
         return False
@@ -59,7 +82,7 @@ def followed(job, recovery_s=10):
         request = await requests.accept("/v1/completions", b"{}")
         async with asyncio.timeout(10):
             await request.over()
-        await job.client.aclose()
+        await job.close()
         return request
 
     return asyncio.run(follow())
@@ -73,23 +96,20 @@ class BreakingJob(OneJob):
         super().__init__()
         self._n_new, self.follows = list(n_new), []
 
-    def answer(self, asked):
-        follow = msgspec.json.decode(asked.read().partition(b"\n")[0], type=Follow)
+    async def answer(self, body):
+        follow = msgspec.json.decode(body.partition(b"\n")[0], type=Follow)
         self.follows.append(follow)
-        if self._n_new[0] > 100:
-            return httpx.Response(self._n_new.pop(0), json={"error": {"message": "no"}})
-        written = len(dict(follow.written).get(0, ()))
-        until = written + self._n_new.pop(0)
-
-        async def lines():
-            yield PIECES[0].line()
-            for piece in PIECES[1:-1]:
-                if dict(follow.n_given).get(0, 0) <= piece.at < until:
-                    yield piece.line()
-            if until >= len(PIECES) - 2:
-                yield PIECES[-1].line()
-
-        return httpx.Response(200, content=lines())
+        n = self._n_new.pop(0)
+        if n > 100:
+            yield n
+            return
+        until = len(dict(follow.written).get(0, ())) + n
+        yield PIECES[0].line()
+        for piece in PIECES[1:-1]:
+            if dict(follow.n_given).get(0, 0) <= piece.at < until:
+                yield piece.line()
+        if until >= len(PIECES) - 2:
+            yield PIECES[-1].line()
 
 
 def test_a_job_is_told_what_there_is_and_how_many_go_on():
@@ -115,7 +135,7 @@ def test_what_a_job_once_took_is_not_refused_for_being_too_much():
 def test_an_open_stream_that_is_refused_says_so(status):
     request = followed(BreakingJob(2, status))
     assert request.status == status and request.events[:3] == [piece.text for piece in PIECES[:3]]
-    assert request.events[3:] == ['data: {"error":{"message":"no"}}\n\n', "data: [DONE]\n\n"]
+    assert request.events[3:] == ['data: {"error": {"message": "no"}}\n\n', "data: [DONE]\n\n"]
 
 
 def test_a_job_that_never_takes_a_request_is_not_asked_for_ever(monkeypatch):
@@ -141,7 +161,6 @@ class PoisonedJob(OneJob):
 
     def __init__(self, start_s):
         super().__init__()
-        self.client = None
         self.n_asked_for_poison = 0
         self._dies, self._start_s = asyncio.Event(), start_s
         self._up = asyncio.Event()
@@ -224,12 +243,9 @@ def test_an_event_without_memory_is_given_once(at, monkeypatch):
 class WaitingJob(OneJob):
     """One that accepts a request, and gives it no token."""
 
-    def answer(self, _):
-        async def lines():
-            yield PIECES[0].line()
-            await asyncio.sleep(60)
-
-        return httpx.Response(200, content=lines())
+    async def answer(self, _body):
+        yield PIECES[0].line()
+        await asyncio.sleep(60)
 
 
 def test_a_request_goes_on_while_somebody_reads_it():
@@ -248,7 +264,7 @@ def test_a_request_goes_on_while_somebody_reads_it():
         requests.reads_no_more(request)
         async with asyncio.timeout(10):
             said = [event async for _, event in events]
-        await job.client.aclose()
+        await job.close()
         assert "went away" in said[0] and requests.find(request.key) is None and request.status == 410
 
     asyncio.run(follow())
@@ -273,7 +289,7 @@ def test_what_has_ended_is_kept_by_when_it_ended_and_how_much_there_is(monkeypat
         last = await requests.accept("/v1/completions", b"{}")
         assert not any(requests.find(request.key) for request in ended) and requests.find(last.key) is last
         await last.over()
-        await job.client.aclose()
+        await job.close()
 
     asyncio.run(follow())
 
@@ -293,7 +309,7 @@ def test_what_an_earlier_supervisor_left_is_to_come(tmp_path):
         await request.over()
         assert request.status == 200 and not requests.is_to_come("ff00")
         await requests.settle()
-        await job.client.aclose()
+        await job.close()
         journal.close()
 
     asyncio.run(follow())
@@ -313,7 +329,7 @@ def test_an_error_is_not_asked_for_again_by_the_next_supervisor(tmp_path):
                 await request.over()
             yield request
         await requests.settle()
-        await job.client.aclose()
+        await job.close()
         journal.close()
 
     async def follow():

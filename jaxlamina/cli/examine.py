@@ -40,7 +40,7 @@ SERVER_PACKAGES = (
     "uvicorn",
     "uvloop",
     "httptools",
-    "httpx",
+    "aiohttp",
     "python-multipart",
     "prometheus-client",
 )

@@ -7,6 +7,7 @@ server's `/health`; nothing of requests.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import signal
@@ -16,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.process.parents import take_orphans
 from jaxlamina.server.pieces import STEP_SECONDS
 from jaxlamina.supervisor.changes import JobCommand
+from jaxlamina.supervisor.job_client import NoAnswer
 from jaxlamina.supervisor.leaving import Leaving
 from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
 from jaxlamina.supervisor.running import NOT_STARTED, Running, why_not_started
@@ -30,6 +30,7 @@ _LOOK_S = 0.02
 _PROBE_S = 1.0  # between two looks at /health
 _STARTING_PROBE_S, _FIRST_PROBE_S = 0.1, 0.02  # the latter in the first seconds: a spare takes none
 _FIRST_S = 5.0
+_GOING_ON_S = 2.0  # after a recovery, before another spare is started
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -94,7 +95,7 @@ class SupervisedJob:
         self._retrying, self._end_s = Retrying(recovery_s), end_s
         self._secret = secrets.token_hex(16)
         self._running: Running | None = None
-        self._is_ready = False
+        self._is_ready, self._ready_at = False, 0.0  # since when
         self._ending = asyncio.Event()
         self._changed = asyncio.Condition()
         self.was_ready = False
@@ -329,6 +330,9 @@ class SupervisedJob:
             if self._leaving:  # its memory is the spare's
                 await self._leaving.gone()
                 continue
+            if (left_s := self._ready_at + _GOING_ON_S - time.monotonic()) > 0 and self.causes:
+                await asyncio.sleep(left_s)  # requests go on first: a start takes cores
+                continue
             try:
                 self._spare = spare = self._start(is_spare=True)
             except NOT_STARTED as error:
@@ -402,13 +406,14 @@ class SupervisedJob:
     async def _health(self, running: Running) -> _Health | None:
         """None: its server does not answer."""
         try:
-            answer = await running.client.get("/health", timeout=max(_PROBE_S, self._stuck_after_s / 4))
-        except (httpx.HTTPError, MemoryError):
+            timeout_s = max(_PROBE_S, self._stuck_after_s / 4)
+            answer = await running.client.ask("GET", "/health", timeout_s=timeout_s)
+        except (NoAnswer, MemoryError):
             return None
-        if answer.status_code == 200:
+        if answer.status == 200:
             return _Health(True, float(answer.headers.get(STEP_SECONDS, 0.0)))
         try:
-            said = answer.json()
+            said = json.loads(answer.content)
             return _Health(False, 0.0, str(said["reason"]) if said["status"] == "failed" else "")
         except (ValueError, KeyError, TypeError):
             return _Health(False)
@@ -418,14 +423,14 @@ class SupervisedJob:
         if not self.is_paused:
             return True
         try:
-            answer = await running.client.post("/pause", timeout=_PROBE_S)
-        except httpx.HTTPError:
+            answer = await running.client.ask("POST", "/pause", timeout_s=_PROBE_S)
+        except NoAnswer:
             return False
-        return answer.status_code == 200
+        return answer.status == 200
 
     async def _set_ready(self, ready: bool) -> None:
         async with self._changed:
-            self._is_ready = ready
+            self._is_ready, self._ready_at = ready, time.monotonic()
             self._changed.notify_all()
 
     async def _give_up(self, why: str, code: int) -> None:

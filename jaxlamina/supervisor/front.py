@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
-import httpx
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -32,6 +31,7 @@ from jaxlamina.server.gate import OPERATED, Gate, check_may_operate
 from jaxlamina.server.pieces import FOLLOWED, PATH
 from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
+from jaxlamina.supervisor.job_client import NoAnswer
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.operating import Operating
 from jaxlamina.supervisor.requests import LEAST_TO_ACCEPT, FollowedRequest, FollowedRequests
@@ -47,6 +47,7 @@ _OF_ONE_HOP = {
     "date",
     "server",
     "te",
+    "expect",
 }
 _NO_MEMORY = "the server's supervisor gets no more memory: try again later"
 _STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -215,8 +216,8 @@ class Front:
     async def _operate(self, request: Request) -> Response:
         self._check_may_operate(request)
         asked = request.url.path, request.url.query, await request.body()
-        status, content = await self._operating.pass_on(*asked)
-        return Response(content, status, media_type="application/json")
+        found = await self._operating.pass_on(*asked)
+        return Response(found.content, found.status, media_type="application/json")
 
     async def _health(self, _: Request) -> Response:
         job = self._job
@@ -230,8 +231,8 @@ class Front:
     async def _metrics(self, request: Request) -> Response:
         try:
             running = await self._job.ready(_PASS_ON_S)
-            of_job = (await running.client.get("/metrics", timeout=2 * _PASS_ON_S)).content
-        except (TimeoutError, GivenUp, httpx.HTTPError):
+            of_job = (await running.client.ask("GET", "/metrics", timeout_s=2 * _PASS_ON_S)).content
+        except (TimeoutError, GivenUp, NoAnswer):
             of_job = b""
         return Response(of_job + self._own_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -246,12 +247,11 @@ class Front:
         """The job's, where it answers, and ``supervisor``: how the job is (`Operating.status`)."""
         try:
             running = await self._job.ready(_DASHBOARD_S)
-            url = httpx.URL(STATE, query=request.url.query.encode())
-            of_job = await running.client.get(url, timeout=_DASHBOARD_S)
-            if of_job.status_code != 200:
-                return Response(of_job.content, of_job.status_code, media_type="application/json")
+            of_job = await running.client.ask("GET", STATE, request.url.query, timeout_s=_DASHBOARD_S)
+            if of_job.status != 200:
+                return Response(of_job.content, of_job.status, media_type="application/json")
             found: dict[str, Any] = json.loads(of_job.content)
-        except (TimeoutError, GivenUp, httpx.HTTPError, ValueError):
+        except (TimeoutError, GivenUp, NoAnswer, ValueError):
             found = {"now": time.time()}
         found["supervisor"] = self._operating.status()
         return JsonResponse(found, headers={"Cache-Control": "no-store"})
@@ -290,21 +290,24 @@ class Front:
             raise unavailable("the job is being started again: try again later") from None
         except GivenUp as error:
             raise unavailable(str(error)) from None
-        # As they came: not all are text.
-        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in _OF_ONE_HOP]
+        headers = [(k, v) for k, v in _texts(request.headers.raw) if k not in _OF_ONE_HOP]
         has_body = request.method not in ("GET", "HEAD", "OPTIONS")
-        url = httpx.URL("http://job" + request.url.path, query=request.url.query.encode())
-        asked = running.client.build_request(
-            request.method, url, headers=headers, content=request.stream() if has_body else None
-        )
+        asked = request.method, request.url.path, request.url.query
         try:
-            found = await running.client.send(asked, stream=True)
-        except httpx.HTTPError:
+            body = request.stream() if has_body else None
+            answer = await running.client.open(*asked, body=body, headers=headers)
+        except NoAnswer:
             raise unavailable("the job ended while it answered; whether it was done is not known") from None
-        kept = {k: v for k, v in found.headers.items() if k not in _OF_ONE_HOP}
-        if (length := found.headers.get("content-length")) is not None:
+        kept = {k: v for k, v in answer.headers.items() if k.lower() not in _OF_ONE_HOP}
+        if (length := answer.headers.get("content-length")) is not None:
             kept["content-length"] = length
-        return EndingStream(found.aiter_raw(), found.aclose, status_code=found.status_code, headers=kept)
+        return EndingStream(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+
+
+def _texts(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
+    """They go on as UTF-8. Bytes that are none are replaced: no header means anything by them."""
+    for name, value in headers:
+        yield name.decode("latin-1"), value.decode("utf-8", "replace")
 
 
 class _Choice(msgspec.Struct):

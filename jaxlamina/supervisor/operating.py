@@ -6,14 +6,15 @@ questions are vLLM's and SGLang's (fault_tolerance: status, apply; pause, resume
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import httpx
 import msgspec
 
 from jaxlamina.server.errors import ApiError, unavailable
 from jaxlamina.supervisor.changes import Change, JobCommand
 from jaxlamina.supervisor.child import GivenUp, NotChanged, Running, SupervisedJob
+from jaxlamina.supervisor.job_client import NoAnswer, Said
 
 _PASS_ON_S = 5.0  # for a job that takes requests
 _changes = msgspec.json.Decoder(Change)
@@ -37,17 +38,16 @@ class Operating:
             "last_start_seconds": job.last_start_s,
         }
 
-    async def pass_on(self, path: str, query: str, body: bytes) -> tuple[int, bytes]:
+    async def pass_on(self, path: str, query: str, body: bytes) -> Said:
         """What the job says to one of `jaxlamina.server.gate.OPERATED`. What it changes, later starts of the
         job have, too: a pause, and other weights. `ApiError` where nobody says."""
-        asked = f"{path}?{query}", body
         try:
             if path == "/update_weights":
-                return await self._update_weights(*asked)
+                return await self._update_weights(path, query, body)
             running = await self._job.ready(_PASS_ON_S)
-            found = await _post(running, *asked)
-            said = await running.client.get("/is_paused", timeout=_PASS_ON_S)
-            self._job.is_paused = bool(said.json()["is_paused"])
+            found = await running.client.ask("POST", path, query, body=body)
+            said = await running.client.ask("GET", "/is_paused", timeout_s=_PASS_ON_S)
+            self._job.is_paused = bool(json.loads(said.content)["is_paused"])
             return found
         except NotChanged as error:
             raise ApiError(409, str(error), code="not_changed") from None
@@ -55,21 +55,22 @@ class Operating:
             raise unavailable(str(error)) from None
         except TimeoutError:
             raise unavailable("the job is being started again: try again later") from None
-        except (httpx.HTTPError, ValueError, KeyError):
+        except (NoAnswer, ValueError, KeyError):
             raise unavailable("the job ended while it answered; whether it was done is not known") from None
 
-    async def _update_weights(self, url: str, body: bytes) -> tuple[int, bytes]:
-        found = (0, b"")
+    async def _update_weights(self, path: str, query: str, body: bytes) -> Said:
+        found: Said | None = None
 
         async def ask(running: Running) -> JobCommand | None:
             nonlocal found
-            found = await _post(running, url, body)
-            if found[0] != 200:
+            found = await running.client.ask("POST", path, query, body=body)
+            if found.status != 200:
                 return None
-            said = msgspec.json.decode(found[1])
+            said = msgspec.json.decode(found.content)
             return self._job.command.of_model(said["model"], said["revision"])
 
         await self._job.update(ask, _PASS_ON_S)
+        assert found is not None
         return found
 
     async def apply(self, body: bytes) -> dict[str, Any]:
@@ -100,8 +101,3 @@ class Operating:
             )
             raise ApiError(503, reason, type="service_unavailable", code="still_changing") from None
         return self.status()
-
-
-async def _post(running: Running, url: str, body: bytes) -> tuple[int, bytes]:
-    found = await running.client.post(url, content=body, headers={"content-type": "application/json"})
-    return found.status_code, found.content

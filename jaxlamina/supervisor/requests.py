@@ -15,16 +15,16 @@ import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
-import httpx
 import msgspec
 
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.errors import ApiError, JsonResponse, unavailable
 from jaxlamina.server.pieces import PATH, Follow, Piece
 from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
+from jaxlamina.supervisor.job_client import Answer, NoAnswer, NotReached
 from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 
 MOST_TRIES = 4
@@ -38,6 +38,7 @@ LEAST_TO_ACCEPT = 0.5
 _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
 _EVENT_BYTES = 64  # of a Python string, beside its letters
 _TOKEN_BYTES, _REQUEST_BYTES = 40, 3000  # of a number in a list, and of all that holds a request together
+_KEPT_OF_A_REFUSAL = ("content-type", "retry-after")  # its headers
 _AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
@@ -283,14 +284,14 @@ class FollowedRequests:
                 running = await self._job.ready(self._recovery_s)
                 try:
                     await self._ask(running, request)
-                except (_Gone, httpx.HTTPError, OSError, MemoryError) as error:
+                except (_Gone, NoAnswer, OSError, MemoryError) as error:
                     now = time.monotonic()
                     request.waits_since = request.waits_since or now
                     self._waits_no_more(request)
                     self._waiting.add(request)
                     if request.n_tokens > n_tokens:  # so it is not this one that the job dies of
                         n_tries, n_tokens = 0, request.n_tokens
-                    not_begun = isinstance(error, _NotTaken | httpx.ConnectError)
+                    not_begun = isinstance(error, _NotTaken | NotReached)
                     # One that is ended on purpose, or may not give any token, died of nobody.
                     is_wanted = running.n in self._job.planned or self._job.is_paused
                     n_tries += not (not_begun or is_wanted)
@@ -360,17 +361,16 @@ class FollowedRequests:
         )
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
-        async with running.client.stream(
-            "POST", PATH + entry.path, content=content, headers=headers
-        ) as found:
-            if found.status_code != 200:
-                said = await found.aread()
-                if found.status_code == 503 or (found.status_code == 429 and request.was_taken):
+        answer = await running.client.open("POST", PATH + entry.path, body=content, headers=headers)
+        with closing(answer):
+            if answer.status != 200:
+                said = await answer.read()
+                if answer.status == 503 or (answer.status == 429 and request.was_taken):
                     raise _NotTaken("it takes no requests")
-                kept = {k: v for k, v in found.headers.items() if k in ("content-type", "retry-after")}
-                request.refuse(found.status_code, said, kept)
+                kept = {k: v for k, v in answer.headers.items() if k.lower() in _KEPT_OF_A_REFUSAL}
+                request.refuse(answer.status, said, kept)
                 return
-            async for line in _lines(found):
+            async for line in _lines(answer):
                 if self._take(request, _pieces.decode(line)):
                     return
         raise _Gone("its answer broke off")
@@ -445,9 +445,9 @@ class FollowedRequests:
             request.events += [event + "\n\n" for event in text.split("\n\n")[:-1]]
 
 
-async def _lines(found: httpx.Response) -> AsyncIterator[bytes]:
+async def _lines(answer: Answer) -> AsyncIterator[bytes]:
     rest = b""
-    async for part in found.aiter_raw():
+    async for part in answer.parts():
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             yield line

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
-import httpx
 import uvicorn
 from starlette.applications import Starlette
 
@@ -36,6 +35,7 @@ from jaxlamina.server.tls import tls_context
 from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
 from jaxlamina.supervisor.front import Front
+from jaxlamina.supervisor.job_client import NoAnswer
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.operating import Operating
 from jaxlamina.supervisor.requests import FollowedRequests
@@ -209,8 +209,8 @@ class _Supervisor:
         while True:
             running = await self._job.ready(self._start_s, after=n)
             n = running.n
-            with suppress(httpx.HTTPError):  # it died just then
-                info = (await running.client.get("/server_info")).json()
+            with suppress(NoAnswer):  # it died just then
+                info = json.loads((await running.client.ask("GET", "/server_info")).content)
                 found = {"names": info["server"]["served_model_names"], "config": info["model"]["config"]}
                 return json.dumps(found, sort_keys=True)
 

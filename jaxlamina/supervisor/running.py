@@ -12,11 +12,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from jaxlamina.process import ending
 from jaxlamina.process.parents import end_with_parent
 from jaxlamina.server.pieces import HEADER, SECRET, STANDBY, STANDS_BY, TAKES_OVER
+from jaxlamina.supervisor.job_client import JobClient
 
 NOT_STARTED = (OSError, MemoryError, subprocess.SubprocessError)
 """Where the system does not let a process begin, or take over: it has no room for it, or no more files."""
@@ -39,14 +38,7 @@ class Running:
     ) -> None:
         self.n, self.command, self.is_spare = n, command, is_spare
         self.socket = folder / f"{n}.sock"
-        # A step may take long; what ends a job that is silent is its probe.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self.client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=limits),
-            base_url="http://job",
-            headers={HEADER: secret},
-            timeout=httpx.Timeout(None, connect=5.0),
-        )
+        self.client = JobClient(self.socket, {HEADER: secret})
         # Last: what fails before it leaves no process behind.
         self.process = subprocess.Popen(
             [*command, str(self.socket)],
@@ -73,6 +65,6 @@ class Running:
 
     async def forget(self) -> None:
         """It is over."""
-        await self.client.aclose()
+        await self.client.close()
         for of_it in ("", STANDS_BY, TAKES_OVER):
             Path(f"{self.socket}{of_it}").unlink(missing_ok=True)
