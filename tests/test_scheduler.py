@@ -256,6 +256,43 @@ def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Reques
         del live[name]
 
 
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.lists(st.integers(0, 8), max_size=3),
+    st.sets(st.integers(0, 7), max_size=3),
+    st.sampled_from([None, 8, 16]),
+    st.integers(30, 120),
+    st.booleans(),
+)
+def test_who_is_let_in_ahead_begins_with_the_others(prompts, so_many_there, left, chunk, capacity, caching):
+    """The step is the one that it would have been, also where some go away before it."""
+    steps = []
+    for ahead in (False, True):
+        scheduler = make(capacity, 4, caching=caching, prefill_chunk=chunk, max_prefill_tokens=64)
+        requests = [request(f"r{i}", n, 3) for i, n in enumerate(prompts) if n + 3 <= capacity]
+        for i, one in enumerate(requests):
+            if ahead and i in so_many_there:
+                scheduler.admit_ahead()
+            scheduler.add(one)
+        if ahead:
+            scheduler.admit_ahead()
+            scheduler.check_integrity()
+            assert len(scheduler.running) > 0 or not requests
+        for i in sorted(left):
+            if i < len(requests):
+                scheduler.finish(requests[i], keep=False)
+        if ahead:
+            scheduler.admit_ahead()
+        step = scheduler.schedule()
+        scheduler.check_integrity()
+        assert scheduler.admit_ahead() == () and not step.decodes
+        steps.append(([r.request_id for r in step.prefills], step.spans))
+    if not left:
+        assert steps[0] == steps[1]
+    else:  # nobody waits who would have begun: the one that goes may have kept others out
+        assert set(steps[1][0]) <= {f"r{i}" for i in range(len(prompts))} - {f"r{i}" for i in left}
+
+
 def test_a_second_prompt_is_admitted_after_the_prefix_that_the_first_left():
     scheduler = make(64, caching=True)
     first = Request("first", list(range(20)), 4)

@@ -277,6 +277,12 @@ class Engine:
         self._again += self.postprocess.take_back(request, written, n_given) if written else ()
         return job.request_id
 
+    def admit_ahead(self) -> None:
+        """Has what is kept of newcomers' KV brought, while others are still to come who are to go on in the same
+        step; where nobody runs."""
+        if self._keeping is not None and self._ahead is None and not self.rests:
+            self._keeping.bring(self.scheduler.admit_ahead())
+
     def step(self) -> list[TokenEvent]:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their
         prompt is computed. With ``async_scheduling`` the iteration after it has been launched when it

@@ -118,6 +118,7 @@ class Scheduler:
         )
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._ahead: list[Request] = []  # who is let in, and whose prompts the next step computes
         self.held: list[Request] | None = None  # who has come while newcomers are kept out
         self._n_added = 0
         self._longest_output = 0  # that anybody has asked for
@@ -153,6 +154,15 @@ class Scheduler:
         for request in held:
             self._queue([request])
 
+    def admit_ahead(self) -> tuple[Move, ...]:
+        """Lets in whoever would begin in the next step, before that: what is kept of their KV, as the moves
+        say, can be brought while others are still to come. Only while nobody runs."""
+        if self.n_prefill_workers or len(self.running) > len(self._ahead):
+            return ()
+        _, moves_in = self._admit(self._choose_chunk([], []), self._ahead, only_first=False)
+        assert not moves_in, "nobody has run who could have given way"
+        return self.room.take_brought()
+
     def schedule(self) -> ScheduledStep:
         """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but
         the request for which it was: the tokens of the preempted may be in flight."""
@@ -163,18 +173,18 @@ class Scheduler:
         may_admit = not preempted
         if may_admit:
             preempted, moves_out = self._displace()
-        decodes = self.decoding()
+        prefills, self._ahead = self._ahead, []
+        decodes = [request for request in self.decoding() if request not in prefills]
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
         computed = self.own_pace.take()
         for chunk in computed:
             self._computed_until(chunk.request, chunk.span[1])
-        prefills: list[Request] = []
         moves_in: list[Move] = []
-        begun = sorted(self._begun(), key=self._place)
+        begun = sorted((r for r in self._begun() if r not in prefills), key=self._place)
         most = self._choose_chunk(decodes, begun)
         if may_admit and (self.n_prefill_workers or not begun or self._displaces(begun[0])):
             only_first = bool(preempted or (begun and not self.n_prefill_workers))
-            prefills, resumed, moves_in = self._admit(most, only_first=only_first)
+            resumed, moves_in = self._admit(most, prefills, only_first=only_first)
             decodes += resumed
         busy = {request.worker for request in prefills} | self.own_pace.workers
         for request in begun:
@@ -286,7 +296,7 @@ class Scheduler:
 
     def _end(self, request: Request, *, keep: bool) -> None:
         if request.state is RequestState.RUNNING:
-            self.running.remove(request)
+            self._runs_no_more(request)
         elif request.state is RequestState.WAITING:
             waits = self.held if self.held and request in self.held else self.waiting
             waits.remove(request)
@@ -370,8 +380,13 @@ class Scheduler:
         self._queue(unit)
         return moves
 
-    def _wait_again(self, request: Request, *, keep: bool) -> None:
+    def _runs_no_more(self, request: Request) -> None:
         self.running.remove(request)
+        if request in self._ahead:
+            self._ahead.remove(request)
+
+    def _wait_again(self, request: Request, *, keep: bool) -> None:
+        self._runs_no_more(request)
         self.room.release(request, keep=keep)
         request.state = RequestState.WAITING
         request.n_preemptions += 1
@@ -385,13 +400,15 @@ class Scheduler:
 
     # --- newcomers, and those who come back ---
 
-    def _admit(self, room: int, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
-        """(to prefill, to decode since their KV comes back from the host, the copies for that). ``room``:
-        prompt tokens at most."""
-        prefills: list[Request] = []
+    def _admit(
+        self, room: int, prefills: list[Request], *, only_first: bool
+    ) -> tuple[list[Request], list[Move]]:
+        """Adds to ``prefills`` whose prompts the step computes. (to decode since their KV comes back from the
+        host, the copies for that). ``room``: prompt tokens of a step at most."""
         resumed: list[Request] = []
         moves: list[Move] = []
-        while self.waiting:
+        room -= sum(request.n_tokens - request.n_cached for request in prefills)
+        while self.waiting and (self.n_prefill_workers or not (prefills and _goes_on(prefills[-1]))):
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)
             if worker is None or not self._has_rows(unit):
@@ -415,9 +432,9 @@ class Scheduler:
             for request in unit:
                 request.state, request.worker = RequestState.RUNNING, worker
                 self.running.append(request)
-            if only_first or (unit[0].n_computed is not None and not self.n_prefill_workers):
+            if only_first:
                 break
-        return prefills, resumed, moves
+        return resumed, moves
 
     def decoding(self) -> list[Request]:
         """Running requests whose prompts are computed."""
@@ -527,6 +544,11 @@ class Scheduler:
                 break
             unit.append(request)
         return unit
+
+
+def _goes_on(prompt: Request) -> bool:
+    """Whether more than one step computes it."""
+    return prompt.n_computed is not None
 
 
 def _n_rows(requests: Sequence[Request]) -> int:

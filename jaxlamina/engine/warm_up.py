@@ -99,10 +99,13 @@ class Behind:
         between_steps: Callable[[Callable[[], None]], None],
         n_at_once: int = 1,
         again: Sequence[StepSizes] = (),
+        *,
+        nobody_waits: bool = False,
     ) -> None:
         """``again``: sizes that are there, but for steps that attention workers take part in. They are
-        compiled first; from then on those may take part (`Executor.stay_alone`)."""
-        self._again = set(again)
+        compiled first; from then on those may take part (`Executor.stay_alone`). ``nobody_waits``: until
+        `go_on_with` there are no requests."""
+        self._again, self._nobody_waits = set(again), nobody_waits
         todo = [*again, *todo]
         self.n_all, self.n_done = len(todo), 0
         self._n_at_once = n_at_once
@@ -123,6 +126,7 @@ class Behind:
         """From now on with these. The ones before make no call any more; one that they have not made goes to
         the new ones."""
         with self._handing_over:
+            self._nobody_waits = False
             self._on_done, self._between_steps = on_done, between_steps
             if self._call is not None:
                 between_steps(self._call)
@@ -208,7 +212,7 @@ class Behind:
 
     def _adopt(self, shape: StepSizes) -> None:
         """Steps are padded to ``shape`` from now on."""
-        _load(self._engine, shape)
+        _load(self._engine, shape, nobody_waits=self._nobody_waits)
         self._engine.sizes.add([shape])
         if shape in self._again:
             self._again.discard(shape)
@@ -336,13 +340,13 @@ def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:
         smallest = min(steps, key=lambda shape: (shape.batch, shape.context))
         _rehearse(engine, smallest)
     for shape in compiled:
-        _load(engine, shape)
+        _load(engine, shape, nobody_waits=True)
 
 
-def _load(engine: Engine, shape: StepSizes) -> None:
+def _load(engine: Engine, shape: StepSizes, *, nobody_waits: bool) -> None:
     """Runs a program once, on padding alone, if its first run must not fall together with another's
-    compilation."""
-    if shape.has_prompt and _loads_at_first_run(engine.executor.device):
+    compilation; or where ``nobody_waits``, so that nobody waits for what is loaded then."""
+    if (shape.has_prompt or nobody_waits) and _loads_at_first_run(engine.executor.device):
         _rehearse(engine, shape)
 
 
@@ -352,7 +356,7 @@ def _rehearse(engine: Engine, shape: StepSizes) -> None:
 
 
 def _loads_at_first_run(device: jax.Device) -> bool:
-    """Whether what computes prompts there is loaded by its first run: cuDNN loads its attention by a CUDA
+    """Whether a program's kernels are loaded by its first run. cuDNN loads a prompt's attention by a CUDA
     graph, which whatever another thread asks of the GPU meanwhile spoils, or ends the process
     (docs/findings.md)."""
     return device.platform == "gpu"

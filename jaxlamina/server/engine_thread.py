@@ -203,6 +203,8 @@ class EngineThread:
             wait_s = None if self._engine.rests else self._awaits_s()
             if wait_s != 0:
                 self._deliver_given()
+            if wait_s and self._inbox.empty():
+                self._engine.admit_ahead()
             try:
                 message = self._inbox.get(block=wait_s != 0, timeout=wait_s)
             except queue.Empty:

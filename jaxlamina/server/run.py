@@ -78,12 +78,14 @@ class ToCompile(NamedTuple):
         between_steps: Callable[[Callable[[], None]], None],
         *,
         is_alone: bool,
+        nobody_waits: bool = False,
     ) -> Behind:
         """What compiles the rest. ``is_alone``: attention workers have no part in steps as yet, and need
-        programs of the first sizes, too."""
+        programs of the first sizes, too. ``nobody_waits``: there are no requests yet."""
         n_at_once = max(1, n_compiling() // 2)  # the rest is the steps'
         rest, again = self.all[len(self.first) :], self.first if is_alone else []
-        return Behind(engine, rest, on_done, between_steps, n_at_once, again)
+        how: Any = {"again": again, "nobody_waits": nobody_waits}
+        return Behind(engine, rest, on_done, between_steps, n_at_once, **how)
 
 
 class _LogProgress:

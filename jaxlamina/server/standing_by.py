@@ -48,7 +48,7 @@ def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], Non
             calls.put(garbage.settle)
 
     if compiles_behind and todo.all:
-        behind = todo.behind(llm.engine, on_done, calls.put, is_alone=is_alone)
+        behind = todo.behind(llm.engine, on_done, calls.put, is_alone=is_alone, nobody_waits=True)
         behind.start()
     Path(settings.uds + STANDS_BY).touch()
     takes_over = Path(settings.uds + TAKES_OVER)
