@@ -895,6 +895,34 @@ def test_kept_prefixes_are_found_when_the_pool_had_no_room_for_them():
     assert llm.stats()["n_kept_hit_tokens"] > 100
 
 
+@pytest.mark.parametrize("way", ["unsplit", "two by tokens", "chunks", "int8"])
+def test_kept_kv_is_brought_while_others_are_still_to_come(way, tmp_path):
+    """One that goes away meanwhile leaves nothing, and the others' tokens are the same."""
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "kept_kv_folder": str(tmp_path)}
+    options |= WAYS[way]
+    wanted = LLM(model(), **options).generate(prompts(), GREEDY)
+    llm = LLM(model(), **options)
+    engine, found = llm.engine, {}
+    for gone in (None, 1):
+        ids = []
+        for prompt in prompts():
+            ids.append(engine.add_request(prompt["prompt_token_ids"], GREEDY))
+            engine.admit_ahead()
+        if gone is not None:
+            engine.brought()
+            engine.abort(ids[gone])
+            engine.check_integrity()
+        while not engine.idle:
+            for event in engine.step():
+                found.setdefault(event.request_id, []).append(event.token_id)
+        each = [tuple(found.get(id_, ())) for id_ in ids]
+        assert each == [() if i == gone else o.token_ids for i, o in enumerate(wanted)]
+        engine.check_integrity()
+        engine.reset_prefix_cache()
+    stats = llm.stats()
+    assert stats["n_kept_hit_tokens"] == 2 * (36 + 19 + 63) and stats["n_prompt_tokens_computed"] == 5
+
+
 def test_a_long_request_is_gone_on_with_after_short_ones_that_ran_beside_it(tmp_path):
     """They need more places than there are; it needs fewer."""
     options = {"max_num_seqs": 3, "max_model_len": 256, "kv_slots": 400, "kept_kv_folder": str(tmp_path)}

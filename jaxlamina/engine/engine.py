@@ -278,10 +278,15 @@ class Engine:
         return job.request_id
 
     def admit_ahead(self) -> None:
-        """Has what is kept of newcomers' KV brought, while others are still to come who are to go on in the same
-        step; where nobody runs."""
+        """Has another thread bring what is kept of newcomers' KV, while others are still to come who are to go
+        on in the same step; where nobody runs."""
         if self._keeping is not None and self._ahead is None and not self.rests:
-            self._keeping.bring(self.scheduler.admit_ahead())
+            self._keeping.bring_beside(self.scheduler.admit_ahead())
+
+    def brought(self) -> None:
+        """Waits for that. Before anything else is asked of the executor, and so by `step`."""
+        if self._keeping is not None:
+            self._keeping.brought()
 
     def step(self) -> list[TokenEvent]:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their
@@ -298,6 +303,7 @@ class Engine:
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
         if self.before_step is not None:
             self.before_step()
+        self.brought()
         again, self._again = self._again, []
         if again or self._stands_still:  # they go out while the step is run, which may take long
             return again

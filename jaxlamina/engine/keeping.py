@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -32,6 +34,8 @@ class Keeping:
     ) -> None:
         self._executor, self._min_tokens, self._bytes_per_token = executor, min_tokens, bytes_per_token
         self._n_brought, self._brought_s = 0, 0.0
+        self._beside: ThreadPoolExecutor | None = None
+        self._bringing: deque[Future[None]] = deque()
         self._most_behind = max(1, _MOST_BEHIND_BYTES // bytes_per_token)
         self.prefixes = prefixes
         self._n_steps = 0
@@ -51,7 +55,26 @@ class Keeping:
         if not n_cached + len(found) >= self._min_tokens <= len(found):
             return NOTHING_KEPT
         # What is being written may find no memory. Until that is known nothing can be said to be kept.
-        return self.prefixes.find(wanted) if self._lose(found) else found
+        if self._lose(found):
+            found = self.prefixes.find(wanted)
+        if not n_cached:
+            request.n_kept, request.kept_at = len(found), found
+        return found
+
+    def bring_beside(self, moves: Sequence[Move]) -> None:
+        """As `bring`, by another thread. Until `brought` the executor is told to do nothing else."""
+        if moves:
+            if self._beside is None:
+                self._beside = ThreadPoolExecutor(1, "kept KV comes back")
+            self._bringing.append(self._beside.submit(self.bring, moves))
+
+    def brought(self) -> None:
+        """Waits for what is being brought beside, and raises what that met."""
+        if self._beside is not None:
+            with self._beside:
+                self._beside = None
+                while self._bringing:
+                    self._bringing.popleft().result()
 
     def bring(self, moves: Sequence[Move]) -> None:
         """``source``: places, ``target``: slots."""
@@ -116,6 +139,8 @@ class Keeping:
 
     def _lose(self, places: np.ndarray) -> bool:
         """Forgets what keepers had no memory for, if anything, once it is known of ``places``."""
+        if self._bringing and self._executor.n_behind:  # it may have to ask who is being told
+            self.brought()
         lost = self._executor.take_lost(places)
         if len(lost.places):
             self.prefixes.lose(lost)

@@ -211,7 +211,9 @@ class EngineThread:
                 return True
             if isinstance(message, Add):
                 self._add(message)
-            elif isinstance(message, Abort):
+                continue
+            self._engine.brought()
+            if isinstance(message, Abort):
                 self._abort(message.answers)
             elif isinstance(message, Ask):
                 try:

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio
 import uvicorn
 from fastapi import FastAPI
 
@@ -194,6 +195,8 @@ class App:
             ws="none",
         )
         config.load()
+        config.get_loop_factory()  # imports it, and
+        anyio.run(_nothing)  # what answers are sent by: the first request would wait for that
         self._server = DrainingServer(config, self.end, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -337,6 +340,11 @@ class App:
     def _progress(self) -> tuple[int, int]:
         """Of the programs that are there before the first request."""
         return self._n_done, len(self._todo.first)
+
+
+async def _nothing() -> None:
+    async with anyio.create_task_group():
+        pass
 
 
 def _started() -> None:
