@@ -94,7 +94,9 @@ def _work(cluster: Cluster, rank: int, options: LaunchOptions) -> int:
 
         find_model(list(options.command), cluster)
     from jaxlamina import ranks  # loads JAX, which must find its environment as it shall be
+    from jaxlamina.server import imported
 
+    imported.await_turn(imported.OF_A_SERVER if rank == 0 else (), says_so=rank == 0)
     if rank != 0:
         return ranks.serve(cluster, rank)
     from jaxlamina.cli.launch import defaults

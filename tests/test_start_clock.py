@@ -26,6 +26,15 @@ def test_phases_add_up_to_the_start(phases: list[str]) -> None:
     assert all(s >= 0 for s in clock.seconds.values()) and sum(clock.seconds.values()) <= until_s - began_s
 
 
+def test_what_came_before_a_restart_is_no_part_of_the_start() -> None:
+    clock = StartClock(time.clock_gettime(time.CLOCK_BOOTTIME) - 100)
+    clock.done("imports")
+    clock.restart()
+    clock.done("weights")
+    clock.over()
+    assert list(clock.seconds) == ["weights"] and clock.seconds["weights"] < 50
+
+
 def test_the_first_phase_begins_with_the_process() -> None:
     script = (
         "import time; time.sleep(0.3)\n"

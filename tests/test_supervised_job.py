@@ -44,10 +44,10 @@ async def until(holds):
         while not holds():
             await asyncio.sleep(0.01)
 
-async def main(n_spare):
-    times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
+async def main(how):
+    times = how | dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
     command = JobCommand((str(python), "-c", sys.argv[2], "--", "serve"), Workers(1, 1, 0))
-    job = SupervisedJob(command, folder, n_spare=n_spare, **times)
+    job = SupervisedJob(command, folder, **times)
     running = asyncio.create_task(job.run())
     await scenario(job, running)
     job.end()
@@ -57,10 +57,10 @@ async def main(n_spare):
 """
 
 
-def supervise(tmp_path, scenario, *, n_spare=0):
-    """The lines of a supervisor that runs ``scenario(job, running)``."""
+def supervise(tmp_path, scenario, **how):
+    """The lines of a supervisor that runs ``scenario(job, running)``; ``how``: its job's."""
     program = f"{SUPERVISOR}\nasync def scenario(job, running):\n{textwrap.indent(textwrap.dedent(scenario), '    ')}"
-    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({n_spare}))", str(tmp_path), PROGRAM]
+    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({how}))", str(tmp_path), PROGRAM]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=100, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "ended", done.stdout + done.stderr
@@ -111,6 +111,45 @@ def test_a_spare_that_cannot_be_told_is_a_failed_start(tmp_path):
         print(third.n, [cause.kind for cause in job.causes], spare.process.poll() is not None)
     """
     assert supervise(tmp_path, scenario, n_spare=1)[-1] == "3 ['killed', 'start'] True"
+
+
+def test_without_a_spare_the_next_start_has_its_imports_and_waits_for_the_end_of_the_other(tmp_path):
+    scenario = """
+        first = await job.ready(20)
+        await until(lambda: job.spare_state == "imported")
+        ahead = job._spare
+        print(job.n_starts, ahead.imports_alone, ahead.stands_by)
+        gone, job._leaving.gone = asyncio.Event(), lambda: gone.wait()
+        first.process.kill()
+        await until(lambda: len(job.causes) == 1)
+        await asyncio.sleep(0.3)
+        print(job.state, Path(f"{ahead.socket}.takes-over").exists(), job.n_starts)
+        gone.set()
+        second = await job.ready(20, after=first.n)
+        print(second is ahead, job.n_starts, [cause.kind for cause in job.causes])
+        await until(lambda: job.spare_state == "imported" and job._spare is not ahead)
+        print(job.n_starts)
+    """
+    lines = supervise(tmp_path, scenario, imports_after_s=0.0)
+    said = [line for line in lines if not line.startswith("log: ")]
+    assert said == ["1 True True", "recovering False 1", "True 2 ['killed']", "2"], lines
+
+
+def test_imports_ahead_that_end_are_begun_again_and_those_of_another_command_are_not_taken(tmp_path):
+    scenario = """
+        first = await job.ready(20)
+        await until(lambda: job.spare_state == "imported")
+        ended = job._spare
+        ended.process.kill()
+        await until(lambda: job.spare_state == "imported" and job._spare is not ended)
+        other = job._spare
+        job.command = job.command.and_more("more")
+        first.process.kill()
+        second = await job.ready(20, after=first.n)
+        print(second.command[-1], second is other, job.n_starts)
+    """
+    lines = supervise(tmp_path, scenario, imports_after_s=0.0)
+    assert [line for line in lines if not line.startswith("log: ")] == ["more False 2"], lines
 
 
 def test_a_spare_that_the_system_refuses_is_said_and_tried_again(tmp_path):

@@ -107,7 +107,8 @@ def measure(
         server.wait_for("ready: ", deadline_s)
         url = server.wait_for("serving ", deadline_s).rpartition(" at ")[2]
         spare_s = standing_by_s if _has_spare(command) else None
-        bench = _Bench(server, url, load, lines, deadline_s, spare_s)
+        ahead = "--starter" not in " ".join(command)
+        bench = _Bench(server, url, load, lines, deadline_s, spare_s, ahead)
         found: list[Struck] = []
         for i in range(times):
             on_progress(f"fault {i + 1} of {times}")
@@ -134,8 +135,11 @@ class _Bench:
         lines: list[tuple[float, str]],
         deadline_s: float,
         standing_by_s: float | None,
+        is_imported_ahead: bool,
     ) -> None:
-        """``standing_by_s``: None without a spare."""
+        """``standing_by_s``: None without a spare. ``is_imported_ahead``: what starts next imports before
+        that."""
+        self._is_imported_ahead = is_imported_ahead
         self._server, self._url, self._load = server, url, load
         self._lines, self._deadline_s, self._standing_by_s = lines, deadline_s, standing_by_s
 
@@ -154,6 +158,8 @@ class _Bench:
             if self._standing_by_s is not None:
                 await self._until(lambda: self._said(_SPARE, number + 1), "the spare")
                 await asyncio.sleep(self._standing_by_s)
+            elif self._is_imported_ahead:
+                await self._imported(http)
             texts = prompts([load.size] * load.n_streams, ANY_TOKEN_IDS, seed=number)
             streams = [Stream() for _ in texts]
             asked = [
@@ -224,6 +230,14 @@ class _Bench:
             spare_s=spare_s,
             start_s=_start_s(metrics),
         )
+
+    async def _imported(self, http: aiohttp.ClientSession) -> None:
+        """Until the next start has its imports."""
+        until_s = time.perf_counter() + self._deadline_s
+        while (await self._status(http))["spare"] != "imported":
+            if time.perf_counter() > until_s:
+                raise UserError(f"waited {self._deadline_s:g} s (--deadline) for the next start's imports")
+            await asyncio.sleep(0.1)
 
     def _said(self, what: str, n: int) -> list[tuple[float, str]]:
         """The supervisor's lines of it, if there are so many."""

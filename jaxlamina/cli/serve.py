@@ -92,6 +92,9 @@ def serve(
         supervision.check_alone()
     garbage.hold()
     with console.status("starting JAX"):
+        from jaxlamina.server import imported
+
+        imported.await_turn(imported.OF_A_SERVER)
         from jaxlamina import ranks
         from jaxlamina.server.listening import bound, shown
         from jaxlamina.server.run import App

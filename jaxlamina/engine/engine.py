@@ -278,8 +278,8 @@ class Engine:
         return job.request_id
 
     def admit_ahead(self) -> None:
-        """Has another thread bring what is kept of newcomers' KV, while others are still to come who are to go
-        on in the same step; where nobody runs."""
+        """Has another thread bring what is kept of newcomers' KV, while others are still to come who are to
+        go on in the same step; where nobody runs."""
         if self._keeping is not None and self._ahead is None and not self.rests:
             self._keeping.bring_beside(self.scheduler.admit_ahead())
 

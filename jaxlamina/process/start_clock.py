@@ -30,6 +30,10 @@ class StartClock:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + max(0.0, now_s - last_s)
         self._last_s = now_s
 
+    def restart(self) -> None:
+        """The start begins now: what came before was nobody's waiting."""
+        self._last_s, self._seconds = time.clock_gettime(time.CLOCK_BOOTTIME), {}
+
     def over(self) -> None:
         """The start is: what is loaded or compiled from now on is none of it."""
         self._is_over = True

@@ -17,6 +17,9 @@ served so."""
 HEADER = "x-jaxlamina-supervisor"
 STANDBY = "JAXLAMINA_STANDBY"
 """The environment's variable of a server that waits for another's end (`jaxlamina.server.standing_by`)."""
+IMPORTS = "JAXLAMINA_IMPORTS"
+"""The same of one that has imported what it needs, and no more, with its socket's path
+(`jaxlamina.server.imported`)."""
 STANDS_BY, TAKES_OVER = ".stands-by", ".takes-over"
 """What files are called, after their socket's name: made by a server that can take over, and by the
 supervisor when it is to."""

@@ -66,9 +66,10 @@ class SupervisedJob:
     A start that is not ready when it ends is a failed one: the first ends the job, with ``code``; later ones
     are tried again, after a pause, for ``recovery_s`` and five times at least. A server that was ready is
     ended when it answers nothing for ``stuck_after_s``, or is in one step for ``step_s``; and one that is not
-    ready after ``start_s``. With ``n_spare`` another one is started beside it, which takes over. ``end_s``:
-    what is left of a start that has ended may take so long to end by itself. ``causes``: why each start but
-    the last has ended.
+    ready after ``start_s``. With ``n_spare`` another one is started beside it, which takes over; without, and
+    with ``imports_after_s``, so long after it is ready one that only imports what it needs. ``end_s``: what
+    is left of a start that has ended may take so long to end by itself. ``causes``: why each start but the
+    last has ended. ``n_starts``: those that wait to take over counted, if they hold more than imports.
     """
 
     def __init__(
@@ -81,9 +82,10 @@ class SupervisedJob:
         start_s: float,
         recovery_s: float,
         n_spare: int = 0,
+        imports_after_s: float | None = None,
         end_s: float = 0.0,
     ) -> None:
-        self._n_spare = n_spare
+        self._has_spare, self._imports_after_s = n_spare > 0, imports_after_s
         self._spare: Running | None = None
         self._leaving = Leaving()
         self._is_changing = False
@@ -102,7 +104,7 @@ class SupervisedJob:
         self.is_paused = False  # and is to be after a start, too
         self.given_up = ""  # why there will be no job any more
         self.code = 0
-        self.n_starts = 0
+        self.n_starts = self._n_processes = 0
         self.causes: list[Cause] = []
         self.last_start_s = 0.0
 
@@ -118,6 +120,8 @@ class SupervisedJob:
     def spare_state(self) -> str:
         if self._spare is None:
             return "none"
+        if self._spare.imports_alone:
+            return "imported" if self._spare.stands_by else "importing"
         return "standing by" if self._spare.stands_by else "starting"
 
     async def ready(self, deadline_s: float, *, after: int = 0) -> Running:
@@ -295,9 +299,13 @@ class SupervisedJob:
             self._running.process.kill()
 
     async def _next(self) -> Running | None:
-        """The spare, however far it is, at once; or a new start, when the memory and ports of what ran before
-        are free. What is being made ready for a change is none yet. None: it has been asked to end meanwhile.
-        One of `NOT_STARTED` where there is neither."""
+        """The spare, however far it is, at once; or, when the memory and ports of what ran before are free,
+        one that has imported what it needs, or a new start. What is being made ready for a change is none
+        yet. None: it has been asked to end meanwhile. One of `NOT_STARTED` where there is neither."""
+        if self._spare is None or self._spare.imports_alone:
+            await self._leaving.gone()
+            if self.ends():
+                return None
         spare, self._spare = self._spare, None
         if spare is None or spare.exit_code() is not None or spare.command != self.command.words:
             await self._leaving.gone()
@@ -306,6 +314,7 @@ class SupervisedJob:
             self._running = self._start()
         else:
             self._running = spare
+            self.n_starts += spare.imports_alone
             spare.take_over()
         return self._running
 
@@ -321,8 +330,13 @@ class SupervisedJob:
 
     async def _keep_spare(self) -> None:
         """Starts one whenever the job is ready and there is none."""
+        imports_alone, after_s = not self._has_spare, _GOING_ON_S
+        if imports_alone:
+            if self._imports_after_s is None:
+                return
+            after_s = self._imports_after_s
         n_failed = 0
-        while self._n_spare and n_failed < MOST_FAILED_STARTS:
+        while n_failed < MOST_FAILED_STARTS:
             async with self._changed:
                 await self._changed.wait_for(
                     lambda: self._is_ready and not self.ends() and not self._is_changing
@@ -330,11 +344,12 @@ class SupervisedJob:
             if self._leaving:  # its memory is the spare's
                 await self._leaving.gone()
                 continue
-            if (left_s := self._ready_at + _GOING_ON_S - time.monotonic()) > 0 and self.causes:
+            left_s = self._ready_at + after_s - time.monotonic()
+            if left_s > 0 and (self.causes or imports_alone):
                 await asyncio.sleep(left_s)  # requests go on first: a start takes cores
                 continue
             try:
-                self._spare = spare = self._start(is_spare=True)
+                self._spare = spare = self._start(is_spare=True, imports_alone=imports_alone)
             except NOT_STARTED as error:
                 n_failed += 1
                 _log.error("a spare could not be started: %s", why_not_started(error))
@@ -346,7 +361,8 @@ class SupervisedJob:
                 if not stood_by and spare.stands_by:
                     stood_by, n_failed = True, 0
                     took_s = time.monotonic() - spare.began
-                    _log.info("a spare stands by, %.1f s after it was started", took_s)
+                    if not imports_alone:
+                        _log.info("a spare stands by, %.1f s after it was started", took_s)
                 elif not stood_by and time.monotonic() - spare.began > self._start_s:
                     spare.process.kill()
             if spare.is_spare:  # it has ended by itself
@@ -355,14 +371,16 @@ class SupervisedJob:
                 _log.error("the spare has ended: exit code %s", spare.process.returncode)
                 await self._end(spare)
                 await asyncio.sleep(2.0 ** (n_failed - 1))
-        if self._n_spare:
-            _log.error("no more spares are started: %d in a row did not stand by", n_failed)
+        _log.error("no more spares are started: %d in a row did not stand by", n_failed)
 
-    def _start(self, *, is_spare: bool = False, command: JobCommand | None = None) -> Running:
+    def _start(
+        self, *, is_spare: bool = False, imports_alone: bool = False, command: JobCommand | None = None
+    ) -> Running:
         """One of `NOT_STARTED` where the system does not let it."""
-        self.n_starts += 1
-        words = (command or self.command).words
-        return Running(self.n_starts, words, self._folder, self._secret, is_spare=is_spare)
+        self._n_processes += 1
+        self.n_starts += not imports_alone
+        words, how = (command or self.command).words, {"is_spare": is_spare, "imports_alone": imports_alone}
+        return Running(self._n_processes, words, self._folder, self._secret, **how)
 
     async def _watch(self, running: Running) -> tuple[Cause, int]:
         """Until the process is over; why it is, and its exit code."""

@@ -47,6 +47,7 @@ _FILES_EACH = 2  # of a request: its client's connection, and one to the job
 _RESERVE_BYTES = 24 * 2**20
 _LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
 _RESERVE_LOOK_S = 0.5
+_IMPORTS_AFTER_S = 10.0  # a start is over by then, and so is a short life
 _STARTER_END_S = 5.0  # for what has started ranks on other hosts, to end those
 _log = logging.getLogger("uvicorn.error")
 
@@ -130,6 +131,8 @@ class _Supervisor:
             start_s=supervision.start_timeout,
             recovery_s=supervision.recovery_timeout,
             n_spare=supervision.spare,
+            # Of ranks on other hosts nobody sees when it is their turn.
+            imports_after_s=None if command.has_starter else _IMPORTS_AFTER_S,
             end_s=_STARTER_END_S if command.has_starter else 0.0,
         )
         self._requests = FollowedRequests(self._job, journal, memory, recovery_s=supervision.recovery_timeout)

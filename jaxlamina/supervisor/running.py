@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxlamina.process import ending
 from jaxlamina.process.parents import end_with_parent
-from jaxlamina.server.pieces import HEADER, SECRET, STANDBY, STANDS_BY, TAKES_OVER
+from jaxlamina.server.pieces import HEADER, IMPORTS, SECRET, STANDBY, STANDS_BY, TAKES_OVER
 from jaxlamina.supervisor.job_client import JobClient
 
 NOT_STARTED = (OSError, MemoryError, subprocess.SubprocessError)
@@ -31,19 +31,27 @@ class Running:
     supervisor says. One of `NOT_STARTED` where that cannot be.
 
     ``client`` reaches its server; ``n``: which start it is; ``command``: without the socket; ``is_spare``: it
-    waits for another's end."""
+    waits for another's end, ``imports_alone`` without what that has: devices, ports and files."""
 
     def __init__(
-        self, n: int, command: tuple[str, ...], folder: Path, secret: str, *, is_spare: bool = False
+        self,
+        n: int,
+        command: tuple[str, ...],
+        folder: Path,
+        secret: str,
+        *,
+        is_spare: bool = False,
+        imports_alone: bool = False,
     ) -> None:
-        self.n, self.command, self.is_spare = n, command, is_spare
+        self.n, self.command, self.is_spare, self.imports_alone = n, command, is_spare, imports_alone
         self.socket = folder / f"{n}.sock"
         self.client = JobClient(self.socket, {HEADER: secret})
+        waits = {IMPORTS: str(self.socket)} if imports_alone else {STANDBY: "1"} if is_spare else {}
         # Last: what fails before it leaves no process behind.
         self.process = subprocess.Popen(
             [*command, str(self.socket)],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {SECRET: secret} | ({STANDBY: "1"} if is_spare else {}),
+            env=os.environ | {SECRET: secret} | waits,
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
             preexec_fn=partial(end_with_parent, signal.SIGKILL),  # noqa: PLW1509 (from the main thread)
         )
@@ -55,7 +63,7 @@ class Running:
 
     @property
     def stands_by(self) -> bool:
-        """Whether it could take over at once."""
+        """Whether it could take over at once; of one that ``imports_alone``, once the other is gone."""
         return Path(f"{self.socket}{STANDS_BY}").exists()
 
     def take_over(self) -> None:
