@@ -124,6 +124,15 @@ class Drawing:
             for size in self._sizes.buckets.batch:
                 self._rows_of(logits, np.zeros(size, np.int32))
 
+    def rehearse(self, device: jax.Device, n: int) -> None:
+        """Runs what every request needs one of with ``n`` rows of logits, of zeros: `compile` leaves it to the
+        first run to load a program."""
+        logits = jax.device_put(np.zeros((n, self.vocab_size), np.float32), device)
+        for params in _WAYS_TO_CHOOSE:
+            drawn = self.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], n))
+        self._newest.warm_up(jax.device_put(np.zeros(n, np.int32), device))
+        jax.block_until_ready(drawn)
+
     def compile_scores(self, device: jax.Device, n: int) -> None:
         """Compiles every program that logits [1, n, V] of a scored prompt may meet."""
         with only_compiled(device) as like:

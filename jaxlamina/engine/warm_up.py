@@ -212,7 +212,11 @@ class Behind:
 
     def _adopt(self, shape: StepSizes) -> None:
         """Steps are padded to ``shape`` from now on."""
-        _load(self._engine, shape, nobody_waits=self._nobody_waits)
+        engine, device = self._engine, self._engine.executor.device
+        is_new = all(other.batch != shape.batch for other in engine.sizes.shapes)
+        _load(engine, shape, nobody_waits=self._nobody_waits)
+        if is_new and self._nobody_waits and _loads_at_first_run(device):
+            engine.drawing.rehearse(device, shape.batch)
         self._engine.sizes.add([shape])
         if shape in self._again:
             self._again.discard(shape)
@@ -341,6 +345,9 @@ def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:
         _rehearse(engine, smallest)
     for shape in compiled:
         _load(engine, shape, nobody_waits=True)
+    if _loads_at_first_run(engine.executor.device):
+        for n in {shape.batch for shape in compiled}:
+            engine.drawing.rehearse(engine.executor.device, n)
 
 
 def _load(engine: Engine, shape: StepSizes, *, nobody_waits: bool) -> None:
