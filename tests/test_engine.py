@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.engine.engine import Engine
@@ -176,6 +176,7 @@ def one(engine: Engine, prompt: list[int], params: SamplingParams) -> RequestOut
     prefix_caching=st.booleans(),
     host_kv_slots=st.sampled_from([0, 16, 200]),
 )
+@example(24, 3, [(1, 4, 0), (18, 4, 2), (17, 3, 2)], True, 200)  # what two share comes back for each
 def test_tokens_do_not_depend_on_batching_preemption_caching_or_the_host(
     n_slots: int, max_num_seqs: int, shapes: list, prefix_caching: bool, host_kv_slots: int
 ):

@@ -125,8 +125,8 @@ class Drawing:
                 self._rows_of(logits, np.zeros(size, np.int32))
 
     def rehearse(self, device: jax.Device, n: int) -> None:
-        """Runs what every request needs one of with ``n`` rows of logits, of zeros: `compile` leaves it to the
-        first run to load a program."""
+        """Runs what every request needs one of with ``n`` rows of logits, of zeros: `compile` leaves it to
+        the first run to load a program."""
         logits = jax.device_put(np.zeros((n, self.vocab_size), np.float32), device)
         for params in _WAYS_TO_CHOOSE:
             drawn = self.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], n))

@@ -134,6 +134,7 @@ class Room:
         if host.n_needed_out(move.target) == n:
             return None
         shared = np.asarray([host.n_needed_out(move.target[i : i + 1]) == 0 for i in range(n)])
+        host.moved_out_tokens += int(shared.sum())
         return Move(move.source[shared], move.target[shared], move.source[shared])
 
     def take(self, unit: Sequence[Request], margin: int, most_new: int | None) -> bool:
