@@ -896,31 +896,27 @@ def test_kept_prefixes_are_found_when_the_pool_had_no_room_for_them():
 
 
 @pytest.mark.parametrize("way", ["unsplit", "two by tokens", "chunks", "int8"])
-def test_kept_kv_is_brought_while_others_are_still_to_come(way, tmp_path):
-    """One that goes away meanwhile leaves nothing, and the others' tokens are the same."""
+@pytest.mark.parametrize("n_together", [1, 2])
+def test_kept_kv_comes_back_while_others_are_looked_at(way, n_together, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxlamina.engine.engine._LOOKED_AT_TOGETHER", n_together)
+    brought = []
+    bring = Keeping.bring_beside
+    monkeypatch.setattr(
+        Keeping, "bring_beside", lambda self, moves: brought.append(len(moves)) or bring(self, moves)
+    )
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "kept_kv_folder": str(tmp_path)}
     options |= WAYS[way]
     wanted = LLM(model(), **options).generate(prompts(), GREEDY)
+    assert not brought
     llm = LLM(model(), **options)
-    engine, found = llm.engine, {}
-    for gone in (None, 1):
-        ids = []
-        for prompt in prompts():
-            ids.append(engine.add_request(prompt["prompt_token_ids"], GREEDY))
-            engine.admit_ahead()
-        if gone is not None:
-            engine.brought()
-            engine.abort(ids[gone])
-            engine.check_integrity()
-        while not engine.idle:
-            for event in engine.step():
-                found.setdefault(event.request_id, []).append(event.token_id)
-        each = [tuple(found.get(id_, ())) for id_ in ids]
-        assert each == [() if i == gone else o.token_ids for i, o in enumerate(wanted)]
-        engine.check_integrity()
-        engine.reset_prefix_cache()
+    for i in (1, 2):
+        found = llm.generate(prompts(), GREEDY)
+        assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+        assert sum(brought) == 3 * i and max(brought) == n_together
+        llm.engine.check_integrity()
+        llm.engine.reset_prefix_cache()
     stats = llm.stats()
-    assert stats["n_kept_hit_tokens"] == 2 * (36 + 19 + 63) and stats["n_prompt_tokens_computed"] == 5
+    assert stats["n_kept_hit_tokens"] == 2 * (36 + 19 + 63) and stats["n_prompt_tokens_computed"] == 6
 
 
 def test_a_long_request_is_gone_on_with_after_short_ones_that_ran_beside_it(tmp_path):

@@ -263,8 +263,11 @@ def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Reques
     st.sampled_from([None, 8, 16]),
     st.integers(30, 120),
     st.booleans(),
+    st.integers(1, 4),
 )
-def test_who_is_let_in_ahead_begins_with_the_others(prompts, so_many_there, left, chunk, capacity, caching):
+def test_who_is_let_in_ahead_begins_with_the_others(
+    prompts, so_many_there, left, chunk, capacity, caching, most
+):
     """The step is the one that it would have been, also where some go away before it."""
     steps = []
     for ahead in (False, True):
@@ -272,20 +275,20 @@ def test_who_is_let_in_ahead_begins_with_the_others(prompts, so_many_there, left
         requests = [request(f"r{i}", min(n, capacity - 3), 3) for i, n in enumerate(prompts)]
         for i, one in enumerate(requests):
             if ahead and i in so_many_there:
-                scheduler.admit_ahead()
+                scheduler.admit_ahead(most)
             scheduler.add(one)
         if ahead:
-            scheduler.admit_ahead()
+            scheduler.admit_ahead(most)
             scheduler.check_integrity()
             assert scheduler.running
         for i in sorted(left):
             if i < len(requests):
                 scheduler.finish(requests[i], keep=False)
         if ahead:
-            scheduler.admit_ahead()
+            scheduler.admit_ahead(most)
         step = scheduler.schedule()
         scheduler.check_integrity()
-        assert scheduler.admit_ahead() == () and not step.decodes
+        assert scheduler.admit_ahead(most) == () and not step.decodes
         steps.append(([r.request_id for r in step.prefills], step.spans))
     if not left:
         assert steps[0] == steps[1]

@@ -40,6 +40,7 @@ from jaxlamina.steps.step import PromptPart, Step
 
 # For prefill workers, where nothing else is to be done: then whoever calls looks for what has come meanwhile.
 _WAIT_S = 0.02
+_LOOKED_AT_TOGETHER = 8  # newcomers: what is kept of the first comes back while others are looked at
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of the requests that are there when an engine is paused."""
@@ -277,17 +278,6 @@ class Engine:
         self._again += self.postprocess.take_back(request, written, n_given) if written else ()
         return job.request_id
 
-    def admit_ahead(self) -> None:
-        """Has another thread bring what is kept of newcomers' KV, while others are still to come who are to
-        go on in the same step; where nobody runs."""
-        if self._keeping is not None and self._ahead is None and not self.rests:
-            self._keeping.bring_beside(self.scheduler.admit_ahead())
-
-    def brought(self) -> None:
-        """Waits for that. Before anything else is asked of the executor, and so by `step`."""
-        if self._keeping is not None:
-            self._keeping.brought()
-
     def step(self) -> list[TokenEvent]:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their
         prompt is computed. With ``async_scheduling`` the iteration after it has been launched when it
@@ -303,7 +293,6 @@ class Engine:
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
         if self.before_step is not None:
             self.before_step()
-        self.brought()
         again, self._again = self._again, []
         if again or self._stands_still:  # they go out while the step is run, which may take long
             return again
@@ -400,7 +389,7 @@ class Engine:
             return None
         self._times.begin()
         self._take_computed()
-        step = self.scheduler.schedule()
+        step = self._schedule()
         if not step.requests and not step.begun:  # the last tokens of all are in flight
             return None
         self.stats.n_preemptions += len(step.preempted)
@@ -416,6 +405,17 @@ class Engine:
         for chunk in step.begun:  # behind what the same worker is to send
             self.executor.begin_prompt(self.batches.to_compute(chunk))
         return launched
+
+    def _schedule(self) -> ScheduledStep:
+        """What is kept of newcomers' KV comes back meanwhile, where nobody runs: that may be much, as after a
+        fault, and so is looking for it."""
+        if self._keeping is None:
+            return self.scheduler.schedule()
+        while moves := self.scheduler.admit_ahead(_LOOKED_AT_TOGETHER):
+            self._keeping.bring_beside(moves)
+        step = self.scheduler.schedule()
+        self._keeping.brought()
+        return step
 
     def _take_computed(self, wait_s: float = 0.0) -> None:
         """Tells the scheduler which prefill workers are done with their chunks; waits for one for so long at

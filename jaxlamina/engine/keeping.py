@@ -139,7 +139,7 @@ class Keeping:
 
     def _lose(self, places: np.ndarray) -> bool:
         """Forgets what keepers had no memory for, if anything, once it is known of ``places``."""
-        if self._bringing and self._executor.n_behind:  # it may have to ask who is being told
+        if self._bringing and self._executor.n_behind:  # it may have to ask a rank that is being told
             self.brought()
         lost = self._executor.take_lost(places)
         if len(lost.places):

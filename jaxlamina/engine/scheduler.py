@@ -154,13 +154,15 @@ class Scheduler:
         for request in held:
             self._queue([request])
 
-    def admit_ahead(self) -> tuple[Move, ...]:
-        """Lets in whoever would begin in the next step, before that: what is kept of their KV, as the moves
-        say, can be brought while others are still to come. Only while nobody runs."""
-        if self.n_prefill_workers or len(self.running) > len(self._ahead):
+    def admit_ahead(self, most: int) -> tuple[Move, ...]:
+        """Lets in some who would begin in the next step, before that: what is kept of their KV, as the moves
+        say, can be brought while others are looked at. Only while nobody runs; () where there are none, or
+        nothing is to be brought."""
+        if self.n_prefill_workers or len(self.running) > len(self._ahead) or not self.waiting:
             return ()
-        _, moves_in = self._admit(self._choose_chunk([], []), self._ahead, only_first=False)
-        assert not moves_in, "nobody has run who could have given way"
+        if any(request.host_slots is not None for request in self.waiting):  # whose moves a step begins with
+            return ()
+        self._admit(self._choose_chunk([], []), self._ahead, most)
         return self.room.take_brought()
 
     def schedule(self) -> ScheduledStep:
@@ -184,7 +186,7 @@ class Scheduler:
         most = self._choose_chunk(decodes, begun)
         if may_admit and (self.n_prefill_workers or not begun or self._displaces(begun[0])):
             only_first = bool(preempted or (begun and not self.n_prefill_workers))
-            resumed, moves_in = self._admit(most, prefills, only_first=only_first)
+            resumed, moves_in = self._admit(most, prefills, 1 if only_first else self.max_num_seqs)
             decodes += resumed
         busy = {request.worker for request in prefills} | self.own_pace.workers
         for request in begun:
@@ -400,15 +402,13 @@ class Scheduler:
 
     # --- newcomers, and those who come back ---
 
-    def _admit(
-        self, room: int, prefills: list[Request], *, only_first: bool
-    ) -> tuple[list[Request], list[Move]]:
+    def _admit(self, room: int, prefills: list[Request], most: int) -> tuple[list[Request], list[Move]]:
         """Adds to ``prefills`` whose prompts the step computes. (to decode since their KV comes back from the
-        host, the copies for that). ``room``: prompt tokens of a step at most."""
+        host, the copies for that). ``room``: prompt tokens of a step at most; ``most``: requests."""
         resumed: list[Request] = []
         moves: list[Move] = []
         room -= sum(request.n_tokens - request.n_cached for request in prefills)
-        while self.waiting and (self.n_prefill_workers or not (prefills and _goes_on(prefills[-1]))):
+        while most and self.waiting and (self.n_prefill_workers or not (prefills and _goes_on(prefills[-1]))):
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)
             if worker is None or not self._has_rows(unit):
@@ -432,8 +432,7 @@ class Scheduler:
             for request in unit:
                 request.state, request.worker = RequestState.RUNNING, worker
                 self.running.append(request)
-            if only_first:
-                break
+            most -= 1
         return resumed, moves
 
     def decoding(self) -> list[Request]:

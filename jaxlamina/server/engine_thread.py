@@ -24,7 +24,6 @@ from jaxlamina.process.turns import short_turns
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _TOGETHER_S = 0.5  # that a step waits for requests which go on together
-_AHEAD = 4  # of them are let in at once, so that their KV is on its way
 
 
 class Ended(Exception):
@@ -204,17 +203,13 @@ class EngineThread:
             wait_s = None if self._engine.rests else self._awaits_s()
             if wait_s != 0:
                 self._deliver_given()
-            if wait_s and (self._inbox.empty() or self._n_together % _AHEAD == 0):
-                self._engine.admit_ahead()
             try:
                 message = self._inbox.get(block=wait_s != 0, timeout=wait_s)
             except queue.Empty:
                 return True
             if isinstance(message, Add):
                 self._add(message)
-                continue
-            self._engine.brought()
-            if isinstance(message, Abort):
+            elif isinstance(message, Abort):
                 self._abort(message.answers)
             elif isinstance(message, Ask):
                 try:
