@@ -46,6 +46,7 @@ from jaxlamina.server.replacing import Replacing
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
 from jaxlamina.server.tls import tls_context
+from jaxlamina.server.workshop import started_threads
 from jaxlamina.steps.buckets import StepSizes
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 _READY_S = 60.0  # of one that compiles nothing before
 # A supervisor's requests go on first: tracing programs shares Python's lock with them.
 GOING_ON_S = 10.0
+_N_THREADS = 8  # for requests' Python, which one of them has at a time, and for what gives it up
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("uvicorn.error")
@@ -197,6 +199,8 @@ class App:
         config.load()
         config.get_loop_factory()  # imports it, and
         anyio.run(_nothing)  # what answers are sent by: the first request would wait for that
+        self._threads = started_threads(_N_THREADS)
+        self._stack.callback(self._threads.shutdown, wait=False)
         self._server = DrainingServer(config, self.end, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -270,6 +274,7 @@ class App:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(self._threads)
         self._folder.clear()
         self._batches.look()
         self.engine.start()

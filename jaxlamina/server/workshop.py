@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from jaxlamina.errors import contained
@@ -91,6 +92,15 @@ class Workshop:
         threading.Thread(target=run, name="workshop", daemon=True).start()
         async with asyncio.timeout(deadline_s):
             return await reply
+
+
+def started_threads(n: int) -> ThreadPoolExecutor:
+    """A pool that has all of its threads: to start one takes milliseconds, and while requests come together
+    each would wait for one more."""
+    pool, all_there = ThreadPoolExecutor(n, "server"), threading.Barrier(n)
+    for started in [pool.submit(all_there.wait) for _ in range(n)]:
+        started.result()
+    return pool
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
