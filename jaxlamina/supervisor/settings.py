@@ -26,7 +26,7 @@ class Supervision(Options):
     spare: int = option(
         0,
         "With --supervise: 1 keeps a second server ready, with weights and programs in memory, which takes "
-        "over at once. It needs as much memory again.",
+        "over at once. It needs as much memory again. 0: the next start has its imports, and no more.",
         least=0,
         most=1,
     )
