@@ -197,10 +197,11 @@ class App:
             ws="none",
         )
         config.load()
-        config.get_loop_factory()  # imports it, and
-        anyio.run(_nothing)  # what answers are sent by: the first request would wait for that
         self._threads = started_threads(_N_THREADS)
         self._stack.callback(self._threads.shutdown, wait=False)
+        config.get_loop_factory()  # imports it, and
+        # what answers are sent by: the first request would wait for that. Where no event loop runs.
+        self._threads.submit(anyio.run, _nothing).result()
         self._server = DrainingServer(config, self.end, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

@@ -37,7 +37,7 @@ class Said(NamedTuple):
     content: bytes
 
 
-class Answer:
+class JobAnswer:
     """One that comes: its ``status`` and ``headers`` are there. To be closed."""
 
     def __init__(self, found: aiohttp.ClientResponse, open_until_closed: _OpenUntilClosed) -> None:
@@ -110,13 +110,13 @@ class JobClient:
         *,
         body: bytes | AsyncIterable[bytes] | None = None,
         headers: Headers = (),
-    ) -> Answer:
+    ) -> JobAnswer:
         """`NoAnswer`."""
         async with self._open():
             found = await self._session.request(
                 method, _url(path, query), data=body, headers=headers, allow_redirects=False
             )
-        return Answer(found, self._open)
+        return JobAnswer(found, self._open)
 
     async def close(self) -> None:
         """Whoever waits for an answer has `NoAnswer`."""

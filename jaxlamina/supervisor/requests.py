@@ -24,7 +24,7 @@ from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.errors import ApiError, JsonResponse, unavailable
 from jaxlamina.server.pieces import PATH, Follow, Piece
 from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
-from jaxlamina.supervisor.job_client import Answer, NoAnswer, NotReached
+from jaxlamina.supervisor.job_client import JobAnswer, NoAnswer, NotReached
 from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 
 MOST_TRIES = 4
@@ -445,7 +445,7 @@ class FollowedRequests:
             request.events += [event + "\n\n" for event in text.split("\n\n")[:-1]]
 
 
-async def _lines(answer: Answer) -> AsyncIterator[bytes]:
+async def _lines(answer: JobAnswer) -> AsyncIterator[bytes]:
     rest = b""
     async for part in answer.parts():
         *lines, rest = (rest + part).split(b"\n")
