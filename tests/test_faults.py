@@ -125,7 +125,7 @@ def test_a_supervisor_that_gets_no_more_memory_refuses_what_it_cannot_take(tiny,
         asked = [(name, Asked(server.port, *request)) for name, request in REQUESTS.items()]
         wait_until(lambda: all(one.events for name, one in asked if one.body.get("stream")))
         limit_memory(server.process.pid, spare=True)
-        for _ in range(12):
+        for _ in range(48):
             asked += [(name, Asked(server.port, *request)) for name, request in REQUESTS.items()]
         time.sleep(5)
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
