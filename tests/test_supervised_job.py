@@ -34,7 +34,6 @@ from jaxlamina.supervisor.child import Cause, GivenUp, NotChanged, SupervisedJob
 from jaxlamina.supervisor.operating import Operating
 
 logging.basicConfig(format="log: %(message)s", stream=sys.stdout, level=logging.INFO)
-logging.getLogger("httpx").setLevel(logging.ERROR)
 folder, python = Path(sys.argv[1]) / "sockets", Path(sys.argv[1]) / "python"
 folder.mkdir()
 python.symlink_to(sys.executable)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.process.parents import take_orphans
@@ -302,21 +302,24 @@ class SupervisedJob:
         """The spare, however far it is, at once; or, when the memory and ports of what ran before are free,
         one that has imported what it needs, or a new start. What is being made ready for a change is none
         yet. None: it has been asked to end meanwhile. One of `NOT_STARTED` where there is neither."""
-        if self._spare is None or self._spare.imports_alone:
+        at_once = self._is_of_use(self._spare) and not self._spare.imports_alone
+        if not at_once:
             await self._leaving.gone()
             if self.ends():
                 return None
         spare, self._spare = self._spare, None
-        if spare is None or spare.exit_code() is not None or spare.command != self.command.words:
-            await self._leaving.gone()
-            if self.ends():
-                return None
-            self._running = self._start()
-        else:
+        if at_once or self._is_of_use(spare):
+            assert spare is not None
             self._running = spare
             self.n_starts += spare.imports_alone
             spare.take_over()
+        else:
+            self._running = self._start()
         return self._running
+
+    def _is_of_use(self, spare: Running | None) -> TypeGuard[Running]:
+        """Whether there is one that runs, of the command that is wanted."""
+        return spare is not None and spare.exit_code() is None and spare.command == self.command.words
 
     async def _end(self, running: Running) -> None:
         """Until nothing of it runs any more. It may be there still."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import aiohttp
@@ -96,9 +96,7 @@ class JobClient:
         headers = {} if body is None else {"Content-Type": "application/json"}
         async with (
             self._open(timeout_s),
-            self._session.request(
-                method, _url(path, query), data=body, headers=headers, allow_redirects=False
-            ) as found,
+            self._request(method, path, query, body, headers) as found,
         ):
             return Said(found.status, found.headers, await found.read())
 
@@ -113,10 +111,13 @@ class JobClient:
     ) -> JobAnswer:
         """`NoAnswer`."""
         async with self._open():
-            found = await self._session.request(
-                method, _url(path, query), data=body, headers=headers, allow_redirects=False
-            )
+            found = await self._request(method, path, query, body, headers)
         return JobAnswer(found, self._open)
+
+    def _request(self, method: str, path: str, query: str, body: Any, headers: Headers) -> Any:
+        """aiohttp's: to be awaited, or entered."""
+        url = URL(f"http://job{quote(path)}{query and '?' + query}", encoded=True)
+        return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:
         """Whoever waits for an answer has `NoAnswer`."""
@@ -153,7 +154,3 @@ class _OpenUntilClosed:
         self._is_closed = True
         for wait in self._waits:
             wait.reschedule(0.0)
-
-
-def _url(path: str, query: str) -> URL:
-    return URL(f"http://job{quote(path)}{query and '?' + query}", encoded=True)
