@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import threading
 
 import pytest
+import uvicorn
+from supervised import wait_until
 
 from jaxlamina.supervisor.job_client import JobClient, NoAnswer, NotReached
 
@@ -95,6 +98,43 @@ def test_an_answer_that_never_begins_is_none(tmp_path, n):
     with pytest.raises(NoAnswer) as found:
         asked(tmp_path, says, lambda client: client.ask("GET", "/"))
     assert not isinstance(found.value, NotReached) and str(found.value)
+
+
+def test_an_answer_before_all_was_asked_is_one(tmp_path):
+    """A real server, which need not read what it is asked, and closes then whatever it may close."""
+
+    async def refuse(scope, _receive, send):
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 400, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    async def slowly(parts):
+        for part in parts:
+            await asyncio.sleep(0.002)
+            yield part
+
+    async def ask():
+        client = JobClient(tmp_path / "socket", {})
+        try:
+            for parts in ([b""], [b"a", b"b"], [b"x" * 2**16] * 40):
+                for _ in range(20):
+                    answer = await client.open("POST", "/", body=slowly(parts))
+                    assert (answer.status, await answer.read()) == (400, b"no")
+                    answer.close()
+        finally:
+            await client.close()
+
+    config = uvicorn.Config(refuse, uds=str(tmp_path / "socket"), lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        asyncio.run(ask())
+    finally:
+        server.should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_late_answer_is_none_and_another_is_not_waited_for(tmp_path):

@@ -65,7 +65,9 @@ class JobAnswer:
 
 class JobClient:
     """``headers`` go with whatever is asked. Each answer has a connection of its own: one that is used again
-    may have been closed just then. To be closed, once anything was asked."""
+    may have been closed just then. That is not said to the server: it would close the connection after an
+    answer that it gives before it has read what was asked, and aiohttp does not read an answer once it cannot
+    write any more. To be closed, once anything was asked."""
 
     def __init__(self, socket: Path, headers: Mapping[str, str]) -> None:
         self._socket, self._headers = socket, headers
@@ -76,7 +78,7 @@ class JobClient:
         """Belongs to the event loop that asks first."""
         return aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(self._socket), limit=0, force_close=True),
-            headers=self._headers,
+            headers={**self._headers, "Connection": "keep-alive"},  # see JobClient
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),  # a step may take long
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_OURS,
