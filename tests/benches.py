@@ -11,10 +11,10 @@ from jaxlamina.bench.cli import app
 from jaxlamina.errors import UserError
 
 
-def bench(*words: str) -> tuple[dict[str, Any], str]:
-    """The record of a bench that does well, and all that is on stdout."""
+def bench(*words: str, exit_code: int = 0) -> tuple[dict[str, Any], str]:
+    """The record of a bench, and all that is on stdout."""
     done = CliRunner().invoke(app, list(words))
-    assert done.exit_code == 0, (done.output, done.exception)
+    assert done.exit_code == exit_code, (done.output, done.exception)
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from jaxlamina.bench.flags import AsJson, Config, DType, Layers, RoundsOfEach, WayS, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
 from jaxlamina.errors import UserError
@@ -86,6 +88,8 @@ def choice_command(
     record: dict[str, Any] = {"model": config, "n_layers": layers, "dtype": dtype, "devices": devices}
     parts = _parts(found, f"{config}, {dtype}, {devices}")
     tell("choice", record | {"on_gpus": on_gpus} | found.to_dict(), where, parts, as_json=as_json)
+    if not any(case.measured for case in found.cases):
+        raise typer.Exit(1)
 
 
 def _questions(
