@@ -919,6 +919,84 @@ def test_kept_kv_comes_back_while_others_are_looked_at(way, n_together, tmp_path
     assert stats["n_kept_hit_tokens"] == 2 * (36 + 19 + 63) and stats["n_prompt_tokens_computed"] == 6
 
 
+@pytest.mark.parametrize("options", [{}, {"host_kv_slots": 128}, {"prefix_caching": False}])
+def test_a_prompt_that_fills_the_pool_is_computed_beside_what_is_kept(options):
+    """Nobody gives way for the slot that its last token does not need, and what is kept of it is right."""
+    options |= {"max_num_seqs": 2, "max_model_len": 128, "kv_slots": 64}
+    long, short = prompts((64,))[0]["prompt_token_ids"], replace(GREEDY, max_tokens=8)
+    [wanted] = LLM(model(), **options).generate([{"prompt_token_ids": long[:50]}], short)
+    engine = LLM(model(), **options, kept_kv_slots=600).engine
+    engine.add_request(long, replace(GREEDY, max_tokens=1))
+    assert len(engine.step()) == 1 and engine.idle
+    for _ in range(2):
+        engine.reset_prefix_cache()
+        engine.add_request(long[:50], short)
+        found = []
+        while not engine.idle:
+            found += [event.token_id for event in engine.step()]
+        assert found == list(wanted.token_ids)
+    assert engine.stats.n_preemptions == 0
+
+
+def test_tokens_that_are_there_do_not_wait_for_what_comes_back():
+    """Of those who run, and of the last who ran."""
+    options = {"max_num_seqs": 2, "max_model_len": 128, "kv_slots": 256, "kept_kv_slots": 900}
+    llm = LLM(model(), **options)
+    llm.generate(prompts((37, 40)), GREEDY)
+    engine, told = llm.engine, []
+    engine.reset_prefix_cache()
+    bring = engine.executor.bring
+    engine.executor.bring = lambda *of: told.append("brings") or bring(*of)
+    engine.meanwhile = lambda: told.append("tells")
+    first, second = (prompt["prompt_token_ids"] for prompt in prompts((37, 40)))
+    engine.add_request(first, GREEDY)
+    for i in range(6):
+        if i == 3:
+            engine.add_request(second, GREEDY)
+        if engine.step():
+            told.append("drawn")
+    assert [told[i - 1] for i, what in enumerate(told) if what == "brings"] == ["tells"] * 2
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_what_could_not_come_back_is_the_one_steps_matter(is_behind, monkeypatch):
+    """The steps after it go on, and no slot is lost, also where it is heard of as others are looked at."""
+    monkeypatch.setattr("jaxlamina.engine.engine._LOOKED_AT_TOGETHER", 2)
+    asked = prompts((37, 40, 70))
+    asked[2]["prompt_token_ids"][:30] = asked[0]["prompt_token_ids"][:30]
+    llm = LLM(model(), max_num_seqs=8, max_model_len=160, kv_slots=800, kept_kv_slots=900)
+    wanted = [o.token_ids for o in llm.generate(asked, GREEDY)]
+    engine = llm.engine
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as fails:
+        fails.setattr(type(engine.executor), "n_behind", property(lambda _: int(is_behind)))
+        fails.setattr(engine.executor, "bring", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(asked, GREEDY)
+    for _ in range(2):
+        engine.reset_prefix_cache()
+        assert engine.scheduler.slots.n_free == 800
+        engine.check_integrity()
+        assert [o.token_ids for o in llm.generate(asked, GREEDY)] == wanted
+
+
+def test_what_comes_back_goes_to_the_worker_that_has_room_again(monkeypatch):
+    """The slots of those who have ended are free there first."""
+    options = {"max_num_seqs": 2, "max_model_len": 100, "kv_slots": 200, "kept_kv_slots": 900}
+    llm = LLM(model(), **options, **WAYS["two by requests"])
+    asked, short = prompts((90, 90)), replace(GREEDY, max_tokens=4)
+    llm.generate(asked, short)
+    carried: list[int] = []
+    worker = type(llm.executor.book._workers[0])
+    kept_rows = worker.kept_rows
+    monkeypatch.setattr(worker, "kept_rows", lambda *of: carried.append(1) or kept_rows(*of))
+    for prompt in asked[::-1]:
+        llm.engine.reset_prefix_cache()
+        [found] = llm.generate([prompt], short)
+        assert found.n_cached_tokens == 89
+    assert not carried
+
+
 def test_a_long_request_is_gone_on_with_after_short_ones_that_ran_beside_it(tmp_path):
     """They need more places than there are; it needs fewer."""
     options = {"max_num_seqs": 3, "max_model_len": 256, "kv_slots": 400, "kept_kv_folder": str(tmp_path)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.engine.request import Request, RequestState
@@ -264,15 +264,18 @@ def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Reques
     st.integers(30, 120),
     st.booleans(),
     st.integers(1, 4),
+    st.integers(1, 3),
 )
+@example([30], [], set(), None, 30, True, 1, 1)  # it fills the pool
 def test_who_is_let_in_ahead_begins_with_the_others(
-    prompts, so_many_there, left, chunk, capacity, caching, most
+    prompts, so_many_there, left, chunk, capacity, caching, most, max_tokens
 ):
     """The step is the one that it would have been, also where some go away before it."""
     steps = []
     for ahead in (False, True):
         scheduler = make(capacity, 4, caching=caching, prefill_chunk=chunk, max_prefill_tokens=64)
-        requests = [request(f"r{i}", min(n, capacity - 3), 3) for i, n in enumerate(prompts)]
+        fits = capacity - max_tokens + 1
+        requests = [request(f"r{i}", min(n, fits), max_tokens) for i, n in enumerate(prompts)]
         for i, one in enumerate(requests):
             if ahead and i in so_many_there:
                 scheduler.admit_ahead(most)
@@ -288,7 +291,7 @@ def test_who_is_let_in_ahead_begins_with_the_others(
             scheduler.admit_ahead(most)
         step = scheduler.schedule()
         scheduler.check_integrity()
-        assert scheduler.admit_ahead(most) == () and not step.decodes
+        assert scheduler.admit_ahead(most) == () and not step.decodes and not step.preempted
         steps.append(([r.request_id for r in step.prefills], step.spans))
     if not left:
         assert steps[0] == steps[1]

@@ -142,7 +142,8 @@ class Engine:
         self.n_weight_updates = 0
         self._times = StepTimes(clock)
         self.before_step: Callable[[], None] | None = None  # called first in every step
-        # Called when this thread will not want Python for a while: a step is launched, or waited for.
+        # Called when this thread will not want Python for a while: a step is launched, or waited for, or kept
+        # KV comes back.
         self.meanwhile: Callable[[], None] = lambda: None
         executor.on_launch = lambda: self.meanwhile()
         self.admission = Admission(
@@ -411,11 +412,16 @@ class Engine:
         fault, and so is looking for it."""
         if self._keeping is None:
             return self.scheduler.schedule()
-        while moves := self.scheduler.admit_ahead(_LOOKED_AT_TOGETHER):
-            self._keeping.bring_beside(moves)
-        step = self.scheduler.schedule()
-        self._keeping.brought()
-        return step
+        try:
+            if moves := self.scheduler.admit_ahead(_LOOKED_AT_TOGETHER):
+                self._release_freed()
+                self.meanwhile()
+            while moves:
+                self._keeping.bring_beside(moves)
+                moves = self.scheduler.admit_ahead(_LOOKED_AT_TOGETHER)
+            return self.scheduler.schedule()
+        finally:
+            self._keeping.brought()
 
     def _take_computed(self, wait_s: float = 0.0) -> None:
         """Tells the scheduler which prefill workers are done with their chunks; waits for one for so long at
@@ -433,11 +439,16 @@ class Engine:
                 self.executor.move_in(move.source, move.target)
         for move in step.moves_again:
             self.executor.move_out(move.source, move.target)
-        if (step.prefills or step.computed) and self.capabilities.places_tokens:
-            # newcomers choose a worker by what each one holds
-            self.executor.release(self.scheduler.slots.take_freed())
-        if self._keeping is not None:
+        if step.prefills or step.computed:
+            self._release_freed()
+        if self._keeping is not None and step.brought:
+            self.meanwhile()
             self._keeping.bring(step.brought)
+
+    def _release_freed(self) -> None:
+        """Before newcomers have places: they choose a worker by what each one holds."""
+        if self.capabilities.places_tokens:
+            self.executor.release(self.scheduler.slots.take_freed())
 
     def _run(self, run: RunTogether) -> list[LaunchedRows]:
         """Launches one of the executor's steps, and the choice of its tokens."""

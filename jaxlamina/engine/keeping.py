@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -35,7 +34,7 @@ class Keeping:
         self._executor, self._min_tokens, self._bytes_per_token = executor, min_tokens, bytes_per_token
         self._n_brought, self._brought_s = 0, 0.0
         self._beside: ThreadPoolExecutor | None = None
-        self._bringing: deque[Future[None]] = deque()
+        self._bringing: list[Future[None]] = []
         self._most_behind = max(1, _MOST_BEHIND_BYTES // bytes_per_token)
         self.prefixes = prefixes
         self._n_steps = 0
@@ -73,8 +72,9 @@ class Keeping:
         if self._beside is not None:
             with self._beside:
                 self._beside = None
-                while self._bringing:
-                    self._bringing.popleft().result()
+                begun, self._bringing = self._bringing, []
+                for one in begun:
+                    one.result()
 
     def bring(self, moves: Sequence[Move]) -> None:
         """``source``: places, ``target``: slots."""
@@ -140,7 +140,7 @@ class Keeping:
     def _lose(self, places: np.ndarray) -> bool:
         """Forgets what keepers had no memory for, if anything, once it is known of ``places``."""
         if self._bringing and self._executor.n_behind:  # it may have to ask a rank that is being told
-            self.brought()
+            wait(self._bringing)  # what it met is for `brought` to raise
         lost = self._executor.take_lost(places)
         if len(lost.places):
             self.prefixes.lose(lost)

@@ -171,10 +171,14 @@ class Scheduler:
         in_flight = [r for r in self.running if r.n_in_flight]
         for request in [r for r in in_flight if r.n_in_flight + len(r.output_token_ids) == r.max_tokens]:
             self._end(request, keep=True)
-        preempted, moves_out = self._preempt_for_room()
-        may_admit = not preempted
-        if may_admit:
-            preempted, moves_out = self._displace()
+        preempted: list[Request] = []
+        moves_out: list[Move] = []
+        may_admit = True
+        if not self._ahead:  # else nobody runs who could give way, and they have all of their slots
+            preempted, moves_out = self._preempt_for_room()
+            may_admit = not preempted
+            if may_admit:
+                preempted, moves_out = self._displace()
         prefills, self._ahead = self._ahead, []
         decodes = [request for request in self.decoding() if request not in prefills]
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
