@@ -55,9 +55,7 @@ def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], Non
     while not takes_over.exists():
         with suppress(queue.Empty):
             calls.get(timeout=_LOOK_S)()
-    with suppress(queue.Empty):
-        while True:
-            calls.get_nowait()()
+    # A call that was not made goes along with `behind`: requests wait now.
     if behind is not None:
         behind.rest(GOING_ON_S)
     return behind
