@@ -577,8 +577,8 @@ def test_an_index_goes_on_with_keepers_that_come_and_go(tmp_path):
 # --- whole models ---
 
 
-def model(seed=0):
-    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256})
+def model(seed=0, **but):
+    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256} | but)
     return InMemoryModel(config, random_params(config, seed))
 
 
@@ -737,7 +737,7 @@ def test_as_many_places_as_are_asked_for(way, tmp_path):
 
 def test_fewer_places_than_were_asked_for_are_told_of(caplog):
     options = {"max_num_seqs": 1, "max_model_len": 64, "kv_slots": 64, "split": False}
-    llm = LLM(model(), **options, kept_kv_slots=10**9)
+    llm = LLM(model(head_dim=1024), **options, kept_kv_slots=10**9)
     n = int(llm.stats()["kept_kv_slots"])
     assert f"kept_kv_slots=1000000000: {n} tokens are kept, since" in caplog.text and n < 10**9
     caplog.clear()
