@@ -107,6 +107,8 @@ def test_an_answer_in_one_piece_can_be_asked_for_again(server):
         ("/v1/completions", {"prompt": "w1", "max_tokens": -1}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "w1", "model": "other"}, 404, "does not exist"),
         ("/v1/completions", b"x" * (17 * 2**20), 413, "too large"),
+        ("/v1/models/a%3Fb%23c%5Cd", None, 404, "a?b#c"),
+        ("/v1/models%3F", None, 404, "no such route"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/requests/none", None, 404, "no request 'none'"),
         ("/v1/requests/none/stream", None, 404, "no request"),
@@ -132,6 +134,9 @@ def test_a_wrong_place_in_a_stream_is_refused(server):
 def test_all_else_is_passed_on(server):
     assert ask(server, "/v1/models")[1]["data"][0]["max_model_len"] == 512
     assert ask(server, "/v1/completions", method="GET")[0] == 405
+    with httpx.Client(base_url=server.url, headers=KEY) as client:
+        unwell = {"Host": "a/v1/models?", "Authorization": ""}
+        assert client.get("/x", headers=unwell).status_code == 404
     assert ask(server, "/tokenize", {"prompt": "w1 w2"})[1]["count"] == 2
     assert ask(server, "/health", headers={})[1] == {"status": "ready", "recoveries": 0}
     _, metrics = ask(server, "/metrics")

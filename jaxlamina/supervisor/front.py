@@ -139,7 +139,7 @@ class Front:
         return None if self._job.was_ready else "the job has not been ready yet: try again later"
 
     async def _complete(self, request: Request) -> Response:
-        answer = await self._requests.accept(request.url.path, await request.body())
+        answer = await self._requests.accept(request.scope["path"], await request.body())
         try:
             await unless_gone(request, answer.begun())
             if answer.is_stream:
@@ -215,7 +215,7 @@ class Front:
 
     async def _operate(self, request: Request) -> Response:
         self._check_may_operate(request)
-        asked = request.url.path, request.url.query, await request.body()
+        asked = *_asked(request), await request.body()
         found = await self._operating.pass_on(*asked)
         return Response(found.content, found.status, media_type="application/json")
 
@@ -247,7 +247,7 @@ class Front:
         """The job's, where it answers, and ``supervisor``: how the job is (`Operating.status`)."""
         try:
             running = await self._job.ready(_DASHBOARD_S)
-            of_job = await running.client.ask("GET", STATE, request.url.query, timeout_s=_DASHBOARD_S)
+            of_job = await running.client.ask("GET", *_asked(request), timeout_s=_DASHBOARD_S)
             if of_job.status != 200:
                 return Response(of_job.content, of_job.status, media_type="application/json")
             found: dict[str, Any] = json.loads(of_job.content)
@@ -282,7 +282,7 @@ class Front:
 
     async def _pass_on(self, request: Request) -> Response:
         """To the job, as it is. What breaks off is not tried again: it may have been done."""
-        if request.url.path.startswith(PATH):
+        if request.scope["path"].startswith(PATH):
             raise ApiError(404, "there is no such route", type="not_found_error")
         try:
             running = await self._job.ready(_PASS_ON_S)
@@ -292,16 +292,21 @@ class Front:
             raise unavailable(str(error)) from None
         headers = [(k, v) for k, v in _texts(request.headers.raw) if k not in _OF_ONE_HOP]
         has_body = request.method not in ("GET", "HEAD", "OPTIONS")
-        asked = request.method, request.url.path, request.url.query
         try:
             body = request.stream() if has_body else None
-            answer = await running.client.open(*asked, body=body, headers=headers)
+            answer = await running.client.open(request.method, *_asked(request), body=body, headers=headers)
         except NoAnswer:
             raise unavailable("the job ended while it answered; whether it was done is not known") from None
         kept = {k: v for k, v in answer.headers.items() if k.lower() not in _OF_ONE_HOP}
         if (length := answer.headers.get("content-length")) is not None:
             kept["content-length"] = length
         return EndingStream(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    """Path and query, as the gate and the routes have seen them: `Request.url` is made of the Host header,
+    too."""
+    return request.scope["path"], request.scope["query_string"].decode("latin-1")
 
 
 def _texts(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:

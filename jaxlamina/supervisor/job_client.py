@@ -7,6 +7,7 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import string
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -18,6 +19,7 @@ import aiohttp
 from yarl import URL
 
 _CONNECT_S = 5.0
+_OF_A_QUERY = string.punctuation.replace("#", "")  # goes on as it is
 _OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that aiohttp would add
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -118,7 +120,8 @@ class JobClient:
 
     def _request(self, method: str, path: str, query: str, body: Any, headers: Headers) -> Any:
         """aiohttp's: to be awaited, or entered."""
-        url = URL(f"http://job{quote(path)}{query and '?' + query}", encoded=True)
+        query = query and "?" + quote(query, _OF_A_QUERY, "latin-1")
+        url = URL(f"http://job{quote(path)}{query}", encoded=True)
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:
