@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.supervisor.front import Front
 from jaxlamina.supervisor.job_client import JobClient
+from jaxlamina.supervisor.run import _is_news
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -77,3 +79,31 @@ def test_what_the_gate_has_seen_is_what_goes_on(tmp_path, line, host, passed_on)
         assert b" 401 " in found[:20] and seen is None
     else:
         assert found.endswith(b"ok") and seen.startswith(f"{passed_on} HTTP/1.1\r\n".encode())
+
+
+def test_a_body_in_pieces_that_is_too_large_is_refused(tmp_path):
+    pieces = b"1f4\r\n%s\r\n" % (b"x" * 500) * 3 + b"0\r\n\r\n"
+    asked = head("POST /x", "Host: a", "Transfer-Encoding: chunked") + pieces
+    found, _ = exchanged(tmp_path, asked, b"")
+    assert b" 413 " in found[:20] and b"at most 1000 bytes" in found
+
+
+def test_where_an_answer_is_else_is_said_without_the_jobs_address(tmp_path):
+    says = b"HTTP/1.1 307 Else\r\nLocation: http://job/x?a=b\r\nContent-Length: 0\r\n\r\n"
+    found, _ = exchanged(tmp_path, head("GET /x/?a=b", "Host: a"), says)
+    assert b" 307 " in found[:20] and b"\r\nlocation: /x?a=b\r\n" in found.lower()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_an_answer_that_breaks_off_has_no_end(tmp_path, caplog, is_chunked):
+    """And one line in the log."""
+    log = logging.getLogger("uvicorn.error")
+    how = b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n" if is_chunked else b"Content-Length: 9\r\n\r\nabc"
+    log.addFilter(_is_news)
+    try:
+        found, _ = exchanged(tmp_path, head("GET /x", "Host: a"), b"HTTP/1.1 200 OK\r\n" + how)
+    finally:
+        log.removeFilter(_is_news)
+    assert found.endswith(b"3\r\nabc\r\n" if is_chunked else b"\r\n\r\nabc")
+    [said] = [record for record in caplog.records if record.levelno > logging.INFO]
+    assert said.getMessage().startswith("an answer that was passed on broke off: ") and not said.exc_info

@@ -135,6 +135,7 @@ def test_all_else_is_passed_on(server):
     assert ask(server, "/v1/models")[1]["data"][0]["max_model_len"] == 512
     assert ask(server, "/v1/completions", method="GET")[0] == 405
     with httpx.Client(base_url=server.url, headers=KEY) as client:
+        assert client.get("/v1/files/?a=b").headers["location"] == "/v1/files?a=b"
         unwell = {"Host": "a/v1/models?", "Authorization": ""}
         assert client.get("/x", headers=unwell).status_code == 404
     assert ask(server, "/tokenize", {"prompt": "w1 w2"})[1]["count"] == 2

@@ -8,6 +8,7 @@ Plain Starlette: what is asked and answered is checked and made by the job. Know
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,10 +18,12 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Send
 
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.api_keys import ApiKeys
@@ -31,7 +34,7 @@ from jaxlamina.server.gate import OPERATED, Gate, check_may_operate
 from jaxlamina.server.pieces import FOLLOWED, PATH
 from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
-from jaxlamina.supervisor.job_client import NoAnswer
+from jaxlamina.supervisor.job_client import OF_JOB, NoAnswer
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.operating import Operating
 from jaxlamina.supervisor.requests import LEAST_TO_ACCEPT, FollowedRequest, FollowedRequests
@@ -51,6 +54,7 @@ _OF_ONE_HOP = {
 }
 _NO_MEMORY = "the server's supervisor gets no more memory: try again later"
 _STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_log = logging.getLogger("uvicorn.error")
 
 
 class Front:
@@ -295,18 +299,38 @@ class Front:
         try:
             body = request.stream() if has_body else None
             answer = await running.client.open(request.method, *_asked(request), body=body, headers=headers)
-        except NoAnswer:
-            raise unavailable("the job ended while it answered; whether it was done is not known") from None
-        kept = {k: v for k, v in answer.headers.items() if k.lower() not in _OF_ONE_HOP}
+        except NoAnswer as error:
+            reason = "the job ended while it answered; whether it was done is not known"
+            raise _of_client(error) or unavailable(reason) from None
+        kept = {name: v for k, v in answer.headers.items() if (name := k.lower()) not in _OF_ONE_HOP}
         if (length := answer.headers.get("content-length")) is not None:
             kept["content-length"] = length
-        return EndingStream(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+        if (where := answer.headers.get("location")) is not None:
+            kept["location"] = where.removeprefix(OF_JOB)
+        return _PassedOn(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+
+
+class _PassedOn(EndingStream):
+    """Where its parts break off it has no end, so that the client's connection is closed."""
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except NoAnswer as error:
+            _log.warning("an answer that was passed on broke off: %s", error)
 
 
 def _asked(request: Request) -> tuple[str, str]:
     """Path and query, as the gate and the routes have seen them: `Request.url` is made of the Host header,
     too."""
     return request.scope["path"], request.scope["query_string"].decode("latin-1")
+
+
+def _of_client(error: BaseException | None) -> HTTPException | ClientDisconnect | None:
+    """What a request's body ended with before its end, where ``error`` is because of that."""
+    while error is not None and not isinstance(error, HTTPException | ClientDisconnect):
+        error = error.__cause__
+    return error
 
 
 def _texts(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,8 @@ import aiohttp
 from yarl import URL
 
 _CONNECT_S = 5.0
+OF_JOB = "http://job"
+"""Before the path in what the server takes for its own address."""
 _OF_A_QUERY = string.punctuation.replace("#", "")  # goes on as it is
 _OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that aiohttp would add
 
@@ -121,7 +123,7 @@ class JobClient:
     def _request(self, method: str, path: str, query: str, body: Any, headers: Headers) -> Any:
         """aiohttp's: to be awaited, or entered."""
         query = query and "?" + quote(query, _OF_A_QUERY, "latin-1")
-        url = URL(f"http://job{quote(path)}{query}", encoded=True)
+        url = URL(f"{OF_JOB}{quote(path)}{query}", encoded=True)
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:

@@ -49,6 +49,7 @@ _LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
 _RESERVE_LOOK_S = 0.5
 _IMPORTS_AFTER_S = 10.0  # a start is over by then, and so is a short life
 _STARTER_END_S = 5.0  # for what has started ranks on other hosts, to end those
+_NOT_COMPLETED = "ASGI callable returned without completing response."
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -106,8 +107,10 @@ def _remove_elsewhere(command: JobCommand, kv_folder: Path) -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Not what uvicorn says of its life here: the job's server says the same, and the last line is to be why
-    the job has ended."""
-    return record.levelno != logging.INFO or "uvicorn" not in Path(record.pathname).parts
+    the job has ended. Nor that an answer has no end: `Front` says why."""
+    return record.msg != _NOT_COMPLETED and (
+        record.levelno != logging.INFO or "uvicorn" not in Path(record.pathname).parts
+    )
 
 
 class _Supervisor:
