@@ -22,6 +22,7 @@ _CONNECT_S = 5.0
 OF_JOB = "http://job"
 """Before the path in what the server takes for its own address."""
 _OF_A_QUERY = string.punctuation.replace("#", "")  # goes on as it is
+_MOST_OF_HEADERS = 2**17  # bytes of a line: nobody but the job makes them
 _OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that aiohttp would add
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -51,7 +52,7 @@ class JobAnswer:
     async def parts(self) -> AsyncIterator[bytes]:
         """Its bytes, as they come. `NoAnswer`."""
         while True:
-            async with self._open():
+            async with self._open(if_closed=NoAnswer):
                 part = await self._found.content.readany()
             if not part:
                 return
@@ -59,7 +60,7 @@ class JobAnswer:
 
     async def read(self) -> bytes:
         """All of it. `NoAnswer`."""
-        async with self._open():
+        async with self._open(if_closed=NoAnswer):
             return await self._found.read()
 
     def close(self) -> None:
@@ -87,6 +88,8 @@ class JobClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_OURS,
             auto_decompress=False,
+            max_line_size=_MOST_OF_HEADERS,
+            max_field_size=_MOST_OF_HEADERS,
         )
 
     async def ask(
@@ -142,9 +145,11 @@ class _OpenUntilClosed:
         self._is_closed = False
 
     @asynccontextmanager
-    async def __call__(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+    async def __call__(
+        self, timeout_s: float | None = None, *, if_closed: type[NoAnswer] = NotReached
+    ) -> AsyncIterator[None]:
         if self._is_closed:
-            raise NotReached("the client was closed")
+            raise if_closed("the client was closed")
         try:
             async with asyncio.timeout(timeout_s) as wait:
                 self._waits.add(wait)
@@ -160,4 +165,5 @@ class _OpenUntilClosed:
     def close(self) -> None:
         self._is_closed = True
         for wait in self._waits:
-            wait.reschedule(0.0)
+            if not wait.expired():
+                wait.reschedule(0.0)
