@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 
@@ -22,7 +23,10 @@ from supervised import Asked, Supervised, children, continuation, find, is_there
 
 from jaxlamina.errors import UserError
 from jaxlamina.server.files import Folder
+from jaxlamina.server.settings import Settings
 from jaxlamina.supervisor.changes import Change, JobCommand, Workers
+from jaxlamina.supervisor.run import supervise
+from jaxlamina.supervisor.settings import Supervision
 
 LONG = {"prompt": "w1 w2 w3", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 KEY = {"Authorization": "Bearer secret"}
@@ -239,6 +243,16 @@ def test_a_supervisor_holds_the_folder_of_files(tiny, tmp_path):
     assert f"error: {tmp_path} is in use by another server" in done.stderr
     with supervised(tiny, "--files-dir", str(tmp_path)), pytest.raises(UserError, match="in use"):
         Folder(tmp_path)
+
+
+def test_a_folder_too_deep_for_sockets_is_refused_before_a_start(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    command = JobCommand(("false",))
+    with pytest.raises(UserError, match="set TMPDIR to a shorter one"), socket.socket() as listener:
+        supervise(command, Settings(), Supervision(), listener, lambda: None, None)
+    assert not list(deep.iterdir())
 
 
 def test_a_job_that_cannot_start_ends_its_supervisor(tiny):
