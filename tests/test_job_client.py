@@ -69,12 +69,12 @@ def test_what_is_asked_comes_as_it_is(tmp_path):
             b"HTTP/1.1 302 Found\r\nlocation: /b\r\nx-step-seconds: 1.5\r\ncontent-length: 2\r\n\r\nno"
         )
 
-    asking = ("POST", "/a b/../%41?#\\", "c=%2F&d?#\xe9")
+    asking = ("POST", "/a b/../%41?#\\", "c=%2F&d?")
     found = asked(tmp_path, says, lambda client: client.ask(*asking, body=b"{}"))
     assert (found.status, found.headers["X-Step-Seconds"], found.content) == (302, "1.5", b"no")
     head, _, body = seen[0].partition(b"\r\n\r\n")
     first, *headers = head.lower().split(b"\r\n")
-    assert first == b"post /a%20b/../%2541%3f%23%5c?c=%2f&d?%23%e9 http/1.1" and body == b"{}"
+    assert first == b"post /a%20b/../%2541%3f%23%5c?c=%2f&d? http/1.1" and body == b"{}"
     names = {header.partition(b":")[0] for header in headers}
     assert names == {b"host", b"x-secret", b"content-type", b"content-length", b"connection"}
 

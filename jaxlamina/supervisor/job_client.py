@@ -7,7 +7,6 @@ requests.
 from __future__ import annotations
 
 import asyncio
-import string
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -21,7 +20,6 @@ from yarl import URL
 _CONNECT_S = 5.0
 OF_JOB = "http://job"
 """Before the path in what the server takes for its own address."""
-_OF_A_QUERY = string.punctuation.replace("#", "")  # goes on as it is
 _MOST_OF_HEADERS = 2**17  # bytes of a line: nobody but the job makes them
 _OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that aiohttp would add
 
@@ -125,8 +123,7 @@ class JobClient:
 
     def _request(self, method: str, path: str, query: str, body: Any, headers: Headers) -> Any:
         """aiohttp's: to be awaited, or entered."""
-        query = query and "?" + quote(query, _OF_A_QUERY, "latin-1")
-        url = URL(f"{OF_JOB}{quote(path)}{query}", encoded=True)
+        url = URL(f"{OF_JOB}{quote(path)}{query and '?' + query}", encoded=True)
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:
