@@ -69,11 +69,12 @@ def test_what_is_asked_comes_as_it_is(tmp_path):
             b"HTTP/1.1 302 Found\r\nlocation: /b\r\nx-step-seconds: 1.5\r\ncontent-length: 2\r\n\r\nno"
         )
 
-    found = asked(tmp_path, says, lambda client: client.ask("POST", "/a b/%41", "c=%2F&d", body=b"{}"))
+    asking = ("POST", "/a b/../%41?#\\", "c=%2F&d?")
+    found = asked(tmp_path, says, lambda client: client.ask(*asking, body=b"{}"))
     assert (found.status, found.headers["X-Step-Seconds"], found.content) == (302, "1.5", b"no")
     head, _, body = seen[0].partition(b"\r\n\r\n")
     first, *headers = head.lower().split(b"\r\n")
-    assert first == b"post /a%20b/%2541?c=%2f&d http/1.1" and body == b"{}"
+    assert first == b"post /a%20b/../%2541%3f%23%5c?c=%2f&d? http/1.1" and body == b"{}"
     names = {header.partition(b":")[0] for header in headers}
     assert names == {b"host", b"x-secret", b"content-type", b"content-length", b"connection"}
 
@@ -88,6 +89,16 @@ def test_an_answer_is_not_unpacked_and_one_that_breaks_off_says_so(tmp_path):
         await writer.drain()
 
     assert asked(tmp_path, says, parts_of) == [packed, None]
+
+
+def test_an_answer_may_have_long_headers(tmp_path):
+    long = b"x" * 100_000
+
+    async def says(_head, _reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nx-long: %s\r\ncontent-length: 0\r\n\r\n" % long)
+
+    found = asked(tmp_path, says, lambda client: client.ask("GET", "/"))
+    assert found.headers["x-long"] == long.decode()
 
 
 @pytest.mark.parametrize("n", [0, 20])
@@ -167,7 +178,7 @@ def test_a_server_that_is_not_there_was_not_asked(tmp_path):
 
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_closing_ends_what_is_open(tmp_path, is_awaited):
-    """Whether its next part is being waited for or not; and later nothing is asked."""
+    """Whether its next part is being waited for or not: it was asked. And later nothing is asked."""
 
     async def says(_head, _reader, writer):
         writer.write(CHUNKED + b"1\r\na\r\n")
@@ -182,10 +193,32 @@ def test_closing_ends_what_is_open(tmp_path, is_awaited):
         following = asyncio.create_task(anext(parts)) if is_awaited else anext(parts)
         await asyncio.sleep(0.05)
         await client.close()
-        with pytest.raises(NoAnswer):
-            await following
+        for ended in (following, answer.read()):
+            with pytest.raises(NoAnswer) as found:
+                await ended
+            assert not isinstance(found.value, NotReached)
         answer.close()
         with pytest.raises(NotReached):
             await client.ask("GET", "/")
+
+    asked(tmp_path, says, ask)
+
+
+def test_closing_as_a_wait_runs_out(tmp_path):
+    """And once more."""
+
+    async def says(_head, _reader, _writer):
+        await asyncio.sleep(20)
+
+    async def ask(client):
+        late = asyncio.create_task(client.ask("GET", "/", timeout_s=0.1))
+        await asyncio.sleep(0.05)
+        [wait] = client._open._waits
+        while not wait.expired():
+            await asyncio.sleep(0)
+        await client.close()
+        await client.close()
+        with pytest.raises(NoAnswer):
+            await late
 
     asked(tmp_path, says, ask)

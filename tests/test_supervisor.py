@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 
@@ -22,7 +23,10 @@ from supervised import Asked, Supervised, children, continuation, find, is_there
 
 from jaxlamina.errors import UserError
 from jaxlamina.server.files import Folder
+from jaxlamina.server.settings import Settings
 from jaxlamina.supervisor.changes import Change, JobCommand, Workers
+from jaxlamina.supervisor.run import supervise
+from jaxlamina.supervisor.settings import Supervision
 
 LONG = {"prompt": "w1 w2 w3", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 KEY = {"Authorization": "Bearer secret"}
@@ -107,6 +111,8 @@ def test_an_answer_in_one_piece_can_be_asked_for_again(server):
         ("/v1/completions", {"prompt": "w1", "max_tokens": -1}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "w1", "model": "other"}, 404, "does not exist"),
         ("/v1/completions", b"x" * (17 * 2**20), 413, "too large"),
+        ("/v1/models/a%3Fb%23c%5Cd", None, 404, "a?b#c"),
+        ("/v1/models%3F", None, 404, "no such route"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/requests/none", None, 404, "no request 'none'"),
         ("/v1/requests/none/stream", None, 404, "no request"),
@@ -132,6 +138,10 @@ def test_a_wrong_place_in_a_stream_is_refused(server):
 def test_all_else_is_passed_on(server):
     assert ask(server, "/v1/models")[1]["data"][0]["max_model_len"] == 512
     assert ask(server, "/v1/completions", method="GET")[0] == 405
+    with httpx.Client(base_url=server.url, headers=KEY) as client:
+        assert client.get("/v1/files/?a=b").headers["location"] == "/v1/files?a=b"
+        unwell = {"Host": "a/v1/models?", "Authorization": ""}
+        assert client.get("/x", headers=unwell).status_code == 404
     assert ask(server, "/tokenize", {"prompt": "w1 w2"})[1]["count"] == 2
     assert ask(server, "/health", headers={})[1] == {"status": "ready", "recoveries": 0}
     _, metrics = ask(server, "/metrics")
@@ -233,6 +243,16 @@ def test_a_supervisor_holds_the_folder_of_files(tiny, tmp_path):
     assert f"error: {tmp_path} is in use by another server" in done.stderr
     with supervised(tiny, "--files-dir", str(tmp_path)), pytest.raises(UserError, match="in use"):
         Folder(tmp_path)
+
+
+def test_a_folder_too_deep_for_sockets_is_refused_before_a_start(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    command = JobCommand(("false",))
+    with pytest.raises(UserError, match="set TMPDIR to a shorter one"), socket.socket() as listener:
+        supervise(command, Settings(), Supervision(), listener, lambda: None, None)
+    assert not list(deep.iterdir())
 
 
 def test_a_job_that_cannot_start_ends_its_supervisor(tiny):

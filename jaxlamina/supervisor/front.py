@@ -8,6 +8,7 @@ Plain Starlette: what is asked and answered is checked and made by the job. Know
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,10 +18,12 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Send
 
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.api_keys import ApiKeys
@@ -31,7 +34,7 @@ from jaxlamina.server.gate import OPERATED, Gate, check_may_operate
 from jaxlamina.server.pieces import FOLLOWED, PATH
 from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
-from jaxlamina.supervisor.job_client import NoAnswer
+from jaxlamina.supervisor.job_client import OF_JOB, NoAnswer
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.operating import Operating
 from jaxlamina.supervisor.requests import LEAST_TO_ACCEPT, FollowedRequest, FollowedRequests
@@ -51,6 +54,7 @@ _OF_ONE_HOP = {
 }
 _NO_MEMORY = "the server's supervisor gets no more memory: try again later"
 _STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_log = logging.getLogger("uvicorn.error")
 
 
 class Front:
@@ -139,7 +143,7 @@ class Front:
         return None if self._job.was_ready else "the job has not been ready yet: try again later"
 
     async def _complete(self, request: Request) -> Response:
-        answer = await self._requests.accept(request.url.path, await request.body())
+        answer = await self._requests.accept(request.scope["path"], await request.body())
         try:
             await unless_gone(request, answer.begun())
             if answer.is_stream:
@@ -215,7 +219,7 @@ class Front:
 
     async def _operate(self, request: Request) -> Response:
         self._check_may_operate(request)
-        asked = request.url.path, request.url.query, await request.body()
+        asked = *_asked(request), await request.body()
         found = await self._operating.pass_on(*asked)
         return Response(found.content, found.status, media_type="application/json")
 
@@ -247,7 +251,7 @@ class Front:
         """The job's, where it answers, and ``supervisor``: how the job is (`Operating.status`)."""
         try:
             running = await self._job.ready(_DASHBOARD_S)
-            of_job = await running.client.ask("GET", STATE, request.url.query, timeout_s=_DASHBOARD_S)
+            of_job = await running.client.ask("GET", *_asked(request), timeout_s=_DASHBOARD_S)
             if of_job.status != 200:
                 return Response(of_job.content, of_job.status, media_type="application/json")
             found: dict[str, Any] = json.loads(of_job.content)
@@ -282,7 +286,7 @@ class Front:
 
     async def _pass_on(self, request: Request) -> Response:
         """To the job, as it is. What breaks off is not tried again: it may have been done."""
-        if request.url.path.startswith(PATH):
+        if request.scope["path"].startswith(PATH):
             raise ApiError(404, "there is no such route", type="not_found_error")
         try:
             running = await self._job.ready(_PASS_ON_S)
@@ -292,16 +296,41 @@ class Front:
             raise unavailable(str(error)) from None
         headers = [(k, v) for k, v in _texts(request.headers.raw) if k not in _OF_ONE_HOP]
         has_body = request.method not in ("GET", "HEAD", "OPTIONS")
-        asked = request.method, request.url.path, request.url.query
         try:
             body = request.stream() if has_body else None
-            answer = await running.client.open(*asked, body=body, headers=headers)
-        except NoAnswer:
-            raise unavailable("the job ended while it answered; whether it was done is not known") from None
-        kept = {k: v for k, v in answer.headers.items() if k.lower() not in _OF_ONE_HOP}
+            answer = await running.client.open(request.method, *_asked(request), body=body, headers=headers)
+        except NoAnswer as error:
+            reason = "the job ended while it answered; whether it was done is not known"
+            raise _of_client(error) or unavailable(reason) from None
+        kept = {name: v for k, v in answer.headers.items() if (name := k.lower()) not in _OF_ONE_HOP}
         if (length := answer.headers.get("content-length")) is not None:
             kept["content-length"] = length
-        return EndingStream(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+        if (where := answer.headers.get("location")) is not None:
+            kept["location"] = where.removeprefix(OF_JOB)
+        return _PassedOn(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+
+
+class _PassedOn(EndingStream):
+    """Where its parts break off it has no end, so that the client's connection is closed."""
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except NoAnswer as error:
+            _log.warning("an answer that was passed on broke off: %s", error)
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    """Path and query, as the gate and the routes have seen them: `Request.url` is made of the Host header,
+    too."""
+    return request.scope["path"], request.scope["query_string"].decode("latin-1")
+
+
+def _of_client(error: BaseException | None) -> HTTPException | ClientDisconnect | None:
+    """What a request's body ended with before its end, where ``error`` is because of that."""
+    while error is not None and not isinstance(error, HTTPException | ClientDisconnect):
+        error = error.__cause__
+    return error
 
 
 def _texts(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,9 @@ import aiohttp
 from yarl import URL
 
 _CONNECT_S = 5.0
+OF_JOB = "http://job"
+"""Before the path in what the server takes for its own address."""
+_MOST_OF_HEADERS = 2**17  # bytes of a line: nobody but the job makes them
 _OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that aiohttp would add
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -47,7 +50,7 @@ class JobAnswer:
     async def parts(self) -> AsyncIterator[bytes]:
         """Its bytes, as they come. `NoAnswer`."""
         while True:
-            async with self._open():
+            async with self._open(if_closed=NoAnswer):
                 part = await self._found.content.readany()
             if not part:
                 return
@@ -55,7 +58,7 @@ class JobAnswer:
 
     async def read(self) -> bytes:
         """All of it. `NoAnswer`."""
-        async with self._open():
+        async with self._open(if_closed=NoAnswer):
             return await self._found.read()
 
     def close(self) -> None:
@@ -83,6 +86,8 @@ class JobClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_OURS,
             auto_decompress=False,
+            max_line_size=_MOST_OF_HEADERS,
+            max_field_size=_MOST_OF_HEADERS,
         )
 
     async def ask(
@@ -118,7 +123,7 @@ class JobClient:
 
     def _request(self, method: str, path: str, query: str, body: Any, headers: Headers) -> Any:
         """aiohttp's: to be awaited, or entered."""
-        url = URL(f"http://job{quote(path)}{query and '?' + query}", encoded=True)
+        url = URL(f"{OF_JOB}{quote(path)}{query and '?' + query}", encoded=True)
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:
@@ -137,9 +142,11 @@ class _OpenUntilClosed:
         self._is_closed = False
 
     @asynccontextmanager
-    async def __call__(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+    async def __call__(
+        self, timeout_s: float | None = None, *, if_closed: type[NoAnswer] = NotReached
+    ) -> AsyncIterator[None]:
         if self._is_closed:
-            raise NotReached("the client was closed")
+            raise if_closed("the client was closed")
         try:
             async with asyncio.timeout(timeout_s) as wait:
                 self._waits.add(wait)
@@ -155,4 +162,5 @@ class _OpenUntilClosed:
     def close(self) -> None:
         self._is_closed = True
         for wait in self._waits:
-            wait.reschedule(0.0)
+            if not wait.expired():
+                wait.reschedule(0.0)

@@ -446,8 +446,10 @@ class FollowedRequests:
 
 
 async def _lines(answer: JobAnswer) -> AsyncIterator[bytes]:
-    rest = b""
+    begun: list[bytes] = []  # of one line
     async for part in answer.parts():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line
+        of_it, *others = part.split(b"\n")
+        begun.append(of_it)
+        for other in others:
+            yield b"".join(begun)
+            begun = [other]

@@ -20,6 +20,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
+from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.process import kept_folders
 from jaxlamina.process.host_memory import memory_folder
@@ -49,6 +50,8 @@ _LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
 _RESERVE_LOOK_S = 0.5
 _IMPORTS_AFTER_S = 10.0  # a start is over by then, and so is a short life
 _STARTER_END_S = 5.0  # for what has started ranks on other hosts, to end those
+_MOST_OF_A_PATH = 107  # bytes, of a Unix socket
+_NOT_COMPLETED = "ASGI callable returned without completing response."
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -71,6 +74,8 @@ def supervise(
         kept_folder(supervision.journal) as of_kv,
         closing(Folder(settings.files_dir or folder / "files")),
     ):
+        if len(os.fsencode(folder / "99999999.sock")) > _MOST_OF_A_PATH:
+            raise UserError(f"sockets cannot be in {folder}, a path too long: set TMPDIR to a shorter one")
         files = () if settings.files_dir is not None else ("--files-dir", str(folder / "files"))
         kept = () if kv_folder is not None else ("--kept-kv-folder", str(of_kv))
         os.environ[kept_folders.OWNED] = str(of_kv)
@@ -106,8 +111,10 @@ def _remove_elsewhere(command: JobCommand, kv_folder: Path) -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Not what uvicorn says of its life here: the job's server says the same, and the last line is to be why
-    the job has ended."""
-    return record.levelno != logging.INFO or "uvicorn" not in Path(record.pathname).parts
+    the job has ended. Nor that an answer has no end: `Front` says why."""
+    return record.msg != _NOT_COMPLETED and (
+        record.levelno != logging.INFO or "uvicorn" not in Path(record.pathname).parts
+    )
 
 
 class _Supervisor:
