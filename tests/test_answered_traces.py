@@ -172,3 +172,17 @@ def test_a_load_that_an_h200_served_is_simulated_within_the_aims(rate: int, caps
     compared = json.loads(capsys.readouterr().out)["compared"]
     assert abs(compared["output_throughput"]["error"]) < 0.05
     assert abs(compared["p50_tpot_ms"]["error"]) < 0.10
+
+
+@pytest.mark.parametrize("host", ["before", "quicker", "32-cores"])
+@pytest.mark.parametrize("load", ["8", "12", "12-seed-31"])
+def test_a_load_that_a_split_server_served_is_simulated_within_the_aims(
+    host: str, load: str, capsys: Any
+) -> None:
+    """By what rank 0 had to do for a program in one of these nine: "quicker", 12."""
+    saved = ROOT / f"docs/measurements/served-split-{host}-h100-{load}.json"
+    words = ("--model", "llama-3-8b", "--compute", "h100", "--dop", "1,1", "--max-num-seqs", "64", "--json")
+    assert main(["simulate", "--trace", str(saved), *words]) == 0
+    compared = json.loads(capsys.readouterr().out)["compared"]
+    assert abs(compared["output_throughput"]["error"]) < 0.05
+    assert abs(compared["p50_tpot_ms"]["error"]) < 0.10

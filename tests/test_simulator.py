@@ -61,15 +61,15 @@ SHORT = [(0, 9, 3), *[(0, 12, 3)] * 4, (0, 5, 2)]
 
 
 class ClockedExecutor(ImaginaryExecutor):
-    """Whose steps take as long as the simulator's: one after another, each begun when it is launched or the
-    one before it is done."""
+    """Whose steps take as long as the simulator's: one after another, each begun when all its programs are
+    launched, which begins as the one before it does, and that one is done."""
 
     def __init__(self, n_slots: int, times: ModelledTimes) -> None:
         super().__init__(n_slots)
         self.times, self.now, self.ends = times, 0, [0]  # femtoseconds
         self.n_together = 0  # the most prompts of a call
         self.host_fs, self.is_first = 0, True
-        self.computes_until = self.host_until = 0
+        self.begun = self.computed = 0  # the latest step: when, and how long it computes
 
     def next_step(self) -> None:
         """The calls that come are of another step."""
@@ -91,13 +91,16 @@ class ClockedExecutor(ImaginaryExecutor):
             fs = self.times.prefill_fs(n_tokens, int(stored[:n].sum()) // n)
             self.n_together = max(self.n_together, n)
         if self.is_first:
-            self.is_first, self.computes_until = False, max(self.now, self.ends[-1])
-            is_ahead = self.ends[-1] > self.now
-            self.host_until = self.computes_until + self.host_fs
-            if not is_ahead:
-                self.computes_until = self.host_until
-        self.computes_until += fs
-        self.ends.append(max(self.computes_until, self.host_until))
+            self.is_first, self.last = False, len(self.ends) - 1
+            self.is_ahead = self.ends[-1] > self.now
+            self.launched = self.begun if self.is_ahead else max(self.now, self.ends[-1])
+            self.computed = 0
+        self.launched += self.host_fs
+        if self.is_ahead:  # what is before it is read when all of it is launched
+            self.ends[self.last] = max(self.ends[self.last], self.launched)
+        self.begun = max(self.ends[self.last], self.launched)
+        self.computed += fs
+        self.ends.append(self.begun + self.computed)
         return super().run(step)
 
     def prompts(self, batch: PrefillBatch) -> jax.Array:
@@ -407,11 +410,23 @@ def test_a_host_is_hidden_behind_the_devices_or_they_wait_for_it():
     middle = ServingPolicy(host_s=(first_s + last_s) / 2)
     fast, slow = (simulate(longer, trace, middle, one_by_one=one_by_one) for one_by_one in (False, True))
     assert fast.end_s.tolist() == slow.end_s.tolist() and fast.host_s == slow.host_s
-    n_short = fast.host_s / ((last_s - first_s) / 4)  # steps that wait, half of the half on average
+    waited_s = fast.host_s - 4 * middle.host_s  # but for four prompts' programs
+    n_short = waited_s / ((last_s - first_s) / 4)  # steps that wait, half of the half on average
     assert 0.4 * fast.n_decode_steps < n_short < 0.6 * fast.n_decode_steps
     for host_s in (-1, math.nan, math.inf):
-        with pytest.raises(UserError, match="the host's time for a step"):
+        with pytest.raises(UserError, match="the host's time for a program"):
             simulate(UNSPLIT, trace, ServingPolicy(host_s=host_s))
+
+
+def test_a_prompts_program_makes_the_step_before_it_longer():
+    """It is launched beside the decodes' while that step runs, which hides one launch and not two."""
+    first, second = (0, 900, 400), (1_000_000, 900, 1)
+    step_s = step_cost(UNSPLIT, 1, 1100).step_s
+    waited = []
+    for requests in ([first], [first, second]):
+        run = simulate(UNSPLIT, trace_of(requests), ServingPolicy(host_s=0.9 * step_s))
+        waited.append(run.host_s)
+    assert waited[1] - waited[0] == pytest.approx(2 * 0.9 * step_s - step_s, rel=0.1)
 
 
 def test_what_there_is_none_of_is_null(capsys, tmp_path):

@@ -64,9 +64,10 @@ class ServingPolicy:
     as they are. ``prompt_batch_tokens``: short prompts go in calls of so many tokens by the engine's rule,
     with ``buckets`` or those of a GPU's programs; 0: each is a call of its own.
     ``with_prefill``: False: prompts take no time, as where the papers count decode steps alone.
-    ``host_s``: seconds that the host has to do for each step (schedule, launch, read tokens, send them). A
-    step that was launched while the one before it ran (``async_scheduling``) takes these or the devices'
-    time, whichever is longer; any other step both.
+    ``host_s``: seconds that the host has to do for each program that it launches (schedule, launch, read
+    tokens, send them): a step has one for its decodes, and one for each call of prompts. While a step runs
+    the next one is launched (``async_scheduling``), so it takes the devices' time or that, whichever is
+    longer. A step that was not launched ahead takes its own beside.
 
     ``UserError`` for an option that the engine would not take.
     """
@@ -118,7 +119,7 @@ def simulate(
     """
     policy = policy or ServingPolicy()
     if not 0 <= policy.host_s < math.inf:
-        raise UserError(f"the host's time for a step, {policy.host_s:g} s, must be finite and at least 0")
+        raise UserError(f"the host's time for a program, {policy.host_s:g} s, must be finite and at least 0")
     known = [_checked(Failure(*failure), setup) for failure in failures]
     with garbage.young_only():
         return _Simulation(setup, trace, policy, known, rate, one_by_one, on_progress).run()
@@ -165,6 +166,12 @@ class _Launched:
     n_stored: int  # of the decodes, before it
     calls: list[RunTogether]  # of prompts; the first one may be the program of the decodes
     n_returned: int  # tokens whose kept KV comes back before it
+
+    @property
+    def n_programs(self) -> int:
+        """That the host launches for it."""
+        is_mixed = bool(self.calls and self.calls[0].decodes)
+        return len(self.calls) + (self.n_decodes > 0 and not is_mixed)
 
 
 def _is_late(step: _Launched) -> bool:
@@ -338,11 +345,16 @@ class _Simulation:
         if self.policy.async_scheduling:
             self._ahead = self._launch()
         self._current = step
-        heapq.heappush(self.events, (now + self._with_host(self._fs(step), is_ahead), _STEP, self._n_starts))
+        heapq.heappush(self.events, (now + self._with_host(step, is_ahead), _STEP, self._n_starts))
 
-    def _with_host(self, fs: int, is_ahead: bool) -> int:
-        """A step whose devices take so long."""
-        found = max(fs, self._host_fs) if is_ahead else fs + self._host_fs
+    def _with_host(self, step: _Launched, is_ahead: bool) -> int:
+        """How long the step takes: the next one is launched meanwhile, and itself before, unless that was
+        done ahead."""
+        fs = self._fs(step)
+        n_next = 0 if self._ahead is None else self._ahead.n_programs
+        found = max(fs, n_next * self._host_fs)
+        if not is_ahead:
+            found += step.n_programs * self._host_fs
         self._waited_fs += found - fs
         return found
 
