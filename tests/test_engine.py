@@ -265,6 +265,20 @@ def test_a_step_that_fails_leaves_nothing_in_the_cache():
     assert list(one(engine, list(range(30)), GREEDY).token_ids) == continuation(list(range(30)), 6)
 
 
+def test_requests_that_nothing_comes_of_are_heard_of():
+    """As by a fault of the scheduler; until then they would wait for ever."""
+    engine = make(64)
+    request_id = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+    waiting = engine.scheduler._admit
+    engine.scheduler._admit = lambda *_: ([], [])
+    with pytest.raises(RuntimeError, match="nobody ran in 100 steps in a row, though 1 requests wait"):
+        for _ in range(1000):
+            assert engine.step() == []
+    engine.abort(request_id)
+    engine.scheduler._admit = waiting
+    assert one(engine, [1, 2, 3], SamplingParams(max_tokens=4)).token_ids
+
+
 def test_preemption_happens_and_is_counted():
     engine = make(n_slots=24, max_num_seqs=4)
     ids = [engine.add_request([1, 2, 3, 4], SamplingParams(temperature=0.0, max_tokens=12)) for _ in range(4)]

@@ -40,6 +40,7 @@ from jaxlamina.steps.step import PromptPart, Step
 
 # For prefill workers, where nothing else is to be done: then whoever calls looks for what has come meanwhile.
 _WAIT_S = 0.02
+_MOST_OF_NOBODY = 100  # steps in a row that nobody runs in, though requests wait: a preemption makes one such
 _LOOKED_AT_TOGETHER = 8  # newcomers: what is kept of the first comes back while others are looked at
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -139,6 +140,7 @@ class Engine:
         self._rows: tuple[Request, ...] = ()  # of the latest decode step
         self._again: list[TokenEvent] = []  # of tokens that are there already, until the next step
         self._stands_still = False
+        self._n_of_nobody = 0  # steps in a row that nobody ran in
         self.n_weight_updates = 0
         self._times = StepTimes(clock)
         self.before_step: Callable[[], None] | None = None  # called first in every step
@@ -301,10 +303,9 @@ class Engine:
             step = self._ahead or self._launch()
             self._ahead = None
             if step is None:
-                if self.scheduler.own_pace.is_awaited:
-                    self.meanwhile()
-                    self._take_computed(_WAIT_S)
+                self._nobody_runs()
                 return []
+            self._n_of_nobody = 0
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
             self.meanwhile()
@@ -314,6 +315,18 @@ class Engine:
             raise
         self._forget_unwanted()
         return events
+
+    def _nobody_runs(self) -> None:
+        """What is to be waited for is waited for. ``RuntimeError`` where that is nothing, step after step:
+        requests would wait for ever, and nobody would hear of it."""
+        if self.scheduler.own_pace.is_awaited:
+            self.meanwhile()
+            self._take_computed(_WAIT_S)
+            return
+        self._n_of_nobody = 0 if self.scheduler.idle else self._n_of_nobody + 1
+        if self._n_of_nobody > _MOST_OF_NOBODY:
+            n = len(self.scheduler.waiting)
+            raise RuntimeError(f"nobody ran in {_MOST_OF_NOBODY} steps in a row, though {n} requests wait")
 
     def _take_in(self, step: LaunchedStep) -> list[TokenEvent]:
         events = self.postprocess.take_in(step, self._times, self.stats)
