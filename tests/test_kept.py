@@ -914,7 +914,7 @@ def test_kept_kv_comes_back_while_others_are_looked_at(way, n_together, tmp_path
         assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
         assert sum(brought) == 3 * i and max(brought) == n_together
         llm.engine.check_integrity()
-        llm.engine.reset_prefix_cache()
+        llm.engine.scheduler.forget_cached()
     stats = llm.stats()
     assert stats["n_kept_hit_tokens"] == 2 * (36 + 19 + 63) and stats["n_prompt_tokens_computed"] == 6
 
@@ -929,7 +929,7 @@ def test_a_prompt_that_fills_the_pool_is_computed_beside_what_is_kept(options):
     engine.add_request(long, replace(GREEDY, max_tokens=1))
     assert len(engine.step()) == 1 and engine.idle
     for _ in range(2):
-        engine.reset_prefix_cache()
+        engine.scheduler.forget_cached()
         engine.add_request(long[:50], short)
         found = []
         while not engine.idle:
@@ -944,7 +944,7 @@ def test_tokens_that_are_there_do_not_wait_for_what_comes_back():
     llm = LLM(model(), **options)
     llm.generate(prompts((37, 40)), GREEDY)
     engine, told = llm.engine, []
-    engine.reset_prefix_cache()
+    engine.scheduler.forget_cached()
     bring = engine.executor.bring
     engine.executor.bring = lambda *of: told.append("brings") or bring(*of)
     engine.meanwhile = lambda: told.append("tells")
@@ -967,14 +967,14 @@ def test_what_could_not_come_back_is_the_one_steps_matter(is_behind, monkeypatch
     llm = LLM(model(), max_num_seqs=8, max_model_len=160, kv_slots=800, kept_kv_slots=900)
     wanted = [o.token_ids for o in llm.generate(asked, GREEDY)]
     engine = llm.engine
-    engine.reset_prefix_cache()
+    engine.scheduler.forget_cached()
     with monkeypatch.context() as fails:
         fails.setattr(type(engine.executor), "n_behind", property(lambda _: int(is_behind)))
         fails.setattr(engine.executor, "bring", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(asked, GREEDY)
     for _ in range(2):
-        engine.reset_prefix_cache()
+        engine.scheduler.forget_cached()
         assert engine.scheduler.slots.n_free == 800
         engine.check_integrity()
         assert [o.token_ids for o in llm.generate(asked, GREEDY)] == wanted
@@ -991,10 +991,36 @@ def test_what_comes_back_goes_to_the_worker_that_has_room_again(monkeypatch):
     kept_rows = worker.kept_rows
     monkeypatch.setattr(worker, "kept_rows", lambda *of: carried.append(1) or kept_rows(*of))
     for prompt in asked[::-1]:
-        llm.engine.reset_prefix_cache()
+        llm.engine.scheduler.forget_cached()
         [found] = llm.generate([prompt], short)
         assert found.n_cached_tokens == 89
     assert not carried
+
+
+@pytest.mark.parametrize("way", ["unsplit", "two by tokens"])
+def test_what_is_forgotten_is_not_found_and_what_runs_is_kept_again(way):
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
+    llm = LLM(model(), **options, kept_kv_slots=900)
+    [asked, other], short = prompts((70, 60)), replace(GREEDY, max_tokens=4)
+
+    def n_cached(prompt):
+        llm.engine.scheduler.forget_cached()
+        return llm.generate([prompt], short)[0].n_cached_tokens
+
+    assert [n_cached(asked) for _ in range(2)] == [0, 69]
+    n_hits = llm.stats()["n_kept_hit_tokens"]
+    llm.reset_prefix_cache()
+    assert n_cached(asked) == 0
+    llm.engine.add_request(other["prompt_token_ids"], replace(GREEDY, max_tokens=60))
+    for _ in range(5):
+        llm.engine.step()
+    llm.engine.pause("keep", clear_cache=True)
+    llm.engine.resume()
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert (n_cached(asked), n_cached(other)) == (0, 59)
+    llm.update_weights(model(1))
+    assert llm.stats()["n_kept_hit_tokens"] == n_hits + 59 and n_cached(other) == 0
 
 
 def test_a_long_request_is_gone_on_with_after_short_ones_that_ran_beside_it(tmp_path):

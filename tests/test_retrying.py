@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.supervisor.retrying import LONGEST_PAUSE_S, MOST_FAILED_STARTS, Retrying
+from jaxlamina.supervisor.retrying import LONGEST_PAUSE_S, MOST_FAILED_STARTS, Retrying, spare_pause_s
 
 
 def fails(retrying, now_s, start_s=1.0):
@@ -52,3 +52,7 @@ def test_given_up_after_the_time_and_five_starts_and_not_before(recovery_s, star
     # The first for which both are true.
     assert len(ends) == MOST_FAILED_STARTS or ends[-2] - now_s <= recovery_s
     assert all(b - a <= LONGEST_PAUSE_S + start_s + 1e-6 for a, b in pairwise(ends))
+
+
+def test_spares_that_fail_are_tried_again_for_ever():
+    assert [spare_pause_s(n) for n in (1, 2, 5, 10, 11, 10**6)] == [1, 2, 16, 512, 600, 600]

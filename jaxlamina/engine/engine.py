@@ -10,7 +10,7 @@ same engine runs split, unsplit or with an imaginary model in a test.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,7 +18,7 @@ import jax
 from jaxlamina.engine.admission import Admission
 from jaxlamina.engine.chunk_size import ChunkSize
 from jaxlamina.engine.in_flight import LaunchedRows, LaunchedStep, StepTimes
-from jaxlamina.engine.keeping import Keeping
+from jaxlamina.engine.keeping import KEPT_TOTALS, Keeping
 from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.next_tokens import Drawing
 from jaxlamina.engine.outputs import RequestOutput, TokenEvent
@@ -136,6 +136,7 @@ class Engine:
         if chunk_size is not None:
             chunk_size.padded = self.batches.chunk_tokens
         self._keeping: Keeping | None = None
+        self._kept_before: dict[str, float] = {}  # its totals, of those before it
         self._ahead: LaunchedStep | None = None  # launched, and not read
         self._rows: tuple[Request, ...] = ()  # of the latest decode step
         self._again: list[TokenEvent] = []  # of tokens that are there already, until the next step
@@ -194,7 +195,7 @@ class Engine:
         if clear_cache and self._stands_still:
             self.forget_kv()
         elif clear_cache:
-            self.scheduler.forget_cached()
+            self.reset_prefix_cache()
         return ended
 
     def resume(self) -> None:
@@ -203,10 +204,11 @@ class Engine:
         self.scheduler.let_in()
 
     def forget_kv(self) -> None:
-        """All KV in the pools and on the host is computed again from tokens, when it is needed. Tokens that
-        were drawn stay."""
+        """All KV, in the pools, on the host and kept by content, is computed again from tokens, when it is
+        needed. Tokens that were drawn stay."""
         self._settle()
         self.scheduler.forget_kv()
+        self._forget_kept()
 
     def put_weights(self, params: Mapping[str, jax.Array], *, keep_kv: bool) -> None:
         """The next step is computed with ``params`` (`Executor.put_weights`). ``keep_kv``: requests and
@@ -216,7 +218,8 @@ class Engine:
         if not keep_kv:
             self.forget_kv()
         if self._keeping is not None:
-            self._keeping.begin_anew(r for _, members in self.postprocess.live.values() for r in members)
+            self._keeping.begin_anew(self._live())
+            self._kept_before = {name: self.kv_stats()[name] for name in KEPT_TOTALS}
             self._keeping = self.scheduler.room.kept = None
         self.executor.put_weights(params)
         self.n_weight_updates += 1
@@ -366,8 +369,16 @@ class Engine:
             return None
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Forgets all cached prefixes, and what is kept by content."""
         self.scheduler.forget_cached()
+        self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        if self._keeping is not None:
+            self._keeping.forget(self._live())
+
+    def _live(self) -> Iterator[Request]:
+        return (request for _, members in self.postprocess.live.values() for request in members)
 
     def keep_kv(self, prefixes: KeptPrefixes) -> None:
         """From now on KV is kept by content at the places of ``prefixes``, which the executor has opened, and
@@ -382,8 +393,9 @@ class Engine:
         self.scheduler.check_integrity()
 
     def kv_stats(self) -> dict[str, float]:
-        """`Room.stats` of its slots."""
-        return self.scheduler.room.stats()
+        """`Room.stats` of its slots. Totals of kept KV go on over updates of weights."""
+        found, before = self.scheduler.room.stats(), self._kept_before
+        return found | {name: found[name] + n for name, n in before.items()}
 
     def _forget_unwanted(self) -> None:
         """A step that was launched for sequences which have all ended is not waited for."""

@@ -23,6 +23,12 @@ _MOST_BEHIND_BYTES = 2**28  # of KV that is to be kept and not written yet
 _LOOK_STEPS = 4  # so that not all are kept after one step, and those that are are copied together
 _TRY_AGAIN_S = 60.0  # after memory for kept KV was full
 
+KEPT_TOTALS = (
+    *("n_kept_tokens", "n_kept_lost_tokens", "n_kept_hit_tokens"),
+    *("kept_kv_brought_bytes", "kept_kv_brought_s"),
+)
+"""Of `Keeping.stats`, what only grows."""
+
 
 class Keeping:
     """``find`` for a newcomer, ``bring`` what was found before the step that goes on after it, ``keep`` after
@@ -147,6 +153,11 @@ class Keeping:
             self._try_again_s = time.monotonic() + _TRY_AGAIN_S
             self._has_lost = True
         return len(lost.places) > 0
+
+    def forget(self, live: Iterable[Request]) -> None:
+        """Everything that is kept. What is there of requests that are ``live`` is kept again."""
+        self.prefixes.clear()
+        self.begin_anew(live)
 
     @staticmethod
     def begin_anew(requests: Iterable[Request]) -> None:

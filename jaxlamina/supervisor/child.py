@@ -23,7 +23,7 @@ from jaxlamina.server.pieces import STEP_SECONDS
 from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.job_client import NoAnswer
 from jaxlamina.supervisor.leaving import Leaving
-from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
+from jaxlamina.supervisor.retrying import Retrying, spare_pause_s
 from jaxlamina.supervisor.running import NOT_STARTED, Running, why_not_started
 
 _LOOK_S = 0.02
@@ -338,8 +338,10 @@ class SupervisedJob:
             if self._imports_after_s is None:
                 return
             after_s = self._imports_after_s
-        n_failed = 0
-        while n_failed < MOST_FAILED_STARTS:
+        n_failed, command = 0, self.command
+        while True:
+            if self.command is not command:
+                n_failed, command = 0, self.command
             async with self._changed:
                 await self._changed.wait_for(
                     lambda: self._is_ready and not self.ends() and not self._is_changing
@@ -356,7 +358,7 @@ class SupervisedJob:
             except NOT_STARTED as error:
                 n_failed += 1
                 _log.error("a spare could not be started: %s", why_not_started(error))
-                await asyncio.sleep(2.0 ** (n_failed - 1))
+                await asyncio.sleep(spare_pause_s(n_failed))
                 continue
             stood_by = False
             while spare.is_spare and spare.process.poll() is None:
@@ -371,10 +373,11 @@ class SupervisedJob:
             if spare.is_spare:  # it has ended by itself
                 self._spare = None
                 n_failed += 1
-                _log.error("the spare has ended: exit code %s", spare.process.returncode)
+                pause_s = spare_pause_s(n_failed)
+                code = spare.process.returncode
+                _log.error("the spare has ended: exit code %s; the next one in %.0f s", code, pause_s)
                 await self._end(spare)
-                await asyncio.sleep(2.0 ** (n_failed - 1))
-        _log.error("no more spares are started: %d in a row did not stand by", n_failed)
+                await asyncio.sleep(pause_s)
 
     def _start(
         self, *, is_spare: bool = False, imports_alone: bool = False, command: JobCommand | None = None

@@ -10,6 +10,13 @@ from dataclasses import dataclass
 MOST_FAILED_STARTS = 5
 """In a row, after which a job is given up that was ready before, if it has not been for long, too."""
 LONGEST_PAUSE_S = 15.0
+LONGEST_SPARE_PAUSE_S = 600.0
+
+
+def spare_pause_s(n_failed: int) -> float:
+    """Before the next spare, where so many in a row have not stood by. They are never given up: what keeps
+    them from it, such as memory that others have, may go, and nobody waits for one."""
+    return float(min(2.0 ** min(n_failed - 1, 60), LONGEST_SPARE_PAUSE_S))
 
 
 @dataclass
