@@ -216,7 +216,7 @@ class Engine:
         kept any more: `keep_kv` opens what is to be in its place."""
         self._settle()
         if not keep_kv:
-            self.forget_kv()
+            self.scheduler.forget_kv()
         if self._keeping is not None:
             self._keeping.begin_anew(self._live())
             self._kept_before = {name: self.kv_stats()[name] for name in KEPT_TOTALS}
