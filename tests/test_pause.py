@@ -222,6 +222,9 @@ def test_a_supervised_job_is_started_again_as_it_was_changed(folders, tmp_path):
         of_a = ask(server, LONG)
         asked = begin(server)
         assert server.request("POST", "/update_weights", {"model": "none"})[0] == 400
+        bare = shutil.copytree(b, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+        status, found = server.request("POST", "/update_weights", {"model": str(bare)})
+        assert status == 400 and "has no tokenizer" in found["error"]["message"]
         assert server.post("/update_weights", {"model": str(b)})["status"] == "updated"
         mixed = text(asked)
         of_b = ask(server, LONG)
