@@ -188,7 +188,7 @@ def test_one_change_at_a_time(folders, monkeypatch):
         engine = AsyncEngine(llm.engine, Metrics("tiny"), prepare=lambda stopped: None, max_concurrent=9)
         engine.start()
         await engine.started()
-        replacing = Replacing(llm, engine)
+        replacing = Replacing(llm, engine, is_followed=False)
         first = asyncio.create_task(replacing(WeightsRequest(model=str(folders[1]))))
         await asyncio.to_thread(began.wait, 30)
         with pytest.raises(ApiError, match="being changed already") as refused:
