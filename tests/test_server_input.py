@@ -190,6 +190,7 @@ def test_what_is_wrong_is_said(server, raw, says):
             {"messages": [{"role": "user", "content": "w1"}], "truncate_prompt_tokens": 65},
             "truncate_prompt_tokens",
         ),
+        ({"messages": [{"role": "user", "content": "w1"}], "structured_outputs": {}}, None),
         ({"messages": [{"role": "user", "content": "w1"}], "allowed_token_ids": [64]}, "allowed_token_ids"),
         (
             {"messages": [{"role": "user", "content": "w1"}], "allowed_token_ids": [-1] * 100_000},

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.server import reasoning
+from jaxlamina.server.parameters import sampling_params
+from jaxlamina.server.prompts import Prompts
+from jaxlamina.server.protocol import ChatCompletionRequest
 from jaxlamina.server.reading import Reading
 from jaxlamina.server.reasoning import ReasoningParser
 from jaxlamina.server.tool_parsers import PARSERS, ForcedCallParser, parse, parser_of
+from jaxlamina.text.tokenizer import Tokenizer
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"a": "}{\\""}}'
@@ -151,6 +157,44 @@ def test_what_is_thought_is_told_from_what_is_answered(name, prompt, text, thoug
     parser = ReasoningParser(reasoning.PARSERS[name], prompt)
     first, rest = parser.add(text), parser.finish()
     assert (first[0] + rest[0], first[1] + rest[1]) == (thought, answered)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "text", "thought", "answered"),
+    [
+        ("deepseek_r1", "The capital is", " Paris.", "", " Paris."),
+        ("deepseek_r1", "<think>easy</think>The capital is", " Paris.", "", " Paris."),
+        ("qwen3", "<think>\nso", " on</think>4", " on", "4"),
+        ("mistral", "[THINK]so", " on[/THINK]4", " on", "4"),
+        ("glm45", "so", " on", "", " on"),
+    ],
+)
+def test_a_message_that_is_gone_on_with_says_whether_it_thinks(name, message, text, thought, answered):
+    read = Reading("none", None, reasoning.PARSERS[name], message, goes_on=True).reader().whole(text)
+    assert (read.thought, read.answered) == (thought, answered)
+
+
+@pytest.mark.parametrize("more", [{}, {"truncate_prompt_tokens": 50}, {"truncate_prompt_tokens": 4}])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_where_a_chat_ends_is_known_also_if_its_start_is_cut_off(more, goes_on):
+    words = {f"w{i}": i for i in range(8)} | {"<think>": 8}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    ends = "{% if add_generation_prompt %}<think>{% endif %}"
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}" + ends
+    llm = SimpleNamespace(
+        tokenizer=Tokenizer(inner, chat_template=template),
+        model=SimpleNamespace(vocab_size=9),
+        max_model_len=100,
+    )
+    prompts = Prompts(llm, reasoning_parser="qwen3")
+    messages = [{"role": "user", "content": "w1 w2 w3 w4 w5 w6"}]
+    if goes_on:
+        messages.append({"role": "assistant", "content": "<think> w1 w2 w3"})
+    body = ChatCompletionRequest(messages=messages, max_tokens=5, continue_final_message=goes_on, **more)
+    params = sampling_params(body)
+    read = prompts.reading(body, params, prompts.chat(body, params)).reader().whole("hm</think>4")
+    assert (read.thought, read.answered) == ("hm", "4")
 
 
 thoughts = st.sampled_from(["<think>", "</think>", "<", "</", "think>", "x", "\n", "[THINK]", HERMES])

@@ -106,12 +106,14 @@ def _structured_field(body: SamplingFields) -> StructuredOutputs | None:
     format_ = body.response_format
     asked = format_ is not None and format_.type != "text"
     old = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-    structured = body.structured_outputs or {name: x for name, x in old.items() if x is not None}
-    if asked and structured:
+    structured = body.structured_outputs
+    if structured is None:
+        structured = {name: x for name, x in old.items() if x is not None} or None
+    if asked and structured is not None:
         raise refused(
             "response_format and structured_outputs are two ways to say it: give one", "response_format"
         )
-    if structured:
+    if structured is not None:
         return StructuredOutputs.of(structured)
     if not asked:
         return None

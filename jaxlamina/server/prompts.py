@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxlamina.llm import LLM
 
 _OURS = ("messages", "add_generation_prompt", "tools", "self", "chat_template", "continue_final_message")
+_END = 64  # tokens of a prompt in which a mark at its end is found
 # Characters of a text that is tokenised: real ones have a few a token.
 _LEAST_TEXT, _TEXT_PER_TOKEN = 2**20, 256
 
@@ -177,7 +178,11 @@ class Prompts:
         elif self._reasoning_parser is not None:
             marks = reasoning.PARSERS[self._reasoning_parser]
         form = None if use == "none" else self._call_form(self._template(body))
-        return Reading(use, form, marks, prompt.text or "")
+        if body.continue_final_message:
+            goes_on_with = _plain(body.messages[-1], with_calls=False).get("content", "")
+            return Reading(use, form, marks, goes_on_with, goes_on=True)
+        text = prompt.text  # None: it was cut at its start
+        return Reading(use, form, marks, self.decode(prompt.token_ids[-_END:]) if text is None else text)
 
     def with_marks(self, params: SamplingParams, reading: Reading) -> SamplingParams:
         """``params`` with which the text has what ``reading`` looks for."""

@@ -22,12 +22,14 @@ class Read(NamedTuple):
 @dataclass(frozen=True)
 class Reading:
     """How one request's texts are read. ``form``: the name of the parser of calls; ``thinks``: marks around
-    what is thought, None where that is part of the answer."""
+    what is thought, None where that is part of the answer; ``prompt``, ``goes_on``: as of
+    `ReasoningParser`."""
 
     use: ToolUse = "none"
     form: str | None = None
     thinks: Marks | None = None
     prompt: str = ""
+    goes_on: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -41,7 +43,9 @@ class Reading:
         calls: CallParser | None = None
         if self.use != "none":
             calls = ForcedCallParser() if self.use == "forced" else PARSERS[self.form or "hermes"]()
-        return Reader(None if self.thinks is None else ReasoningParser(self.thinks, self.prompt), calls)
+        if self.thinks is None:
+            return Reader(None, calls)
+        return Reader(ReasoningParser(self.thinks, self.prompt, goes_on=self.goes_on), calls)
 
 
 class Reader:

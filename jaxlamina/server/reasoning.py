@@ -30,12 +30,15 @@ PARSERS = {
 
 
 class ReasoningParser:
-    """Of one text, that follows ``prompt``: a template may end a prompt within the marks, or behind them."""
+    """Of one text, that follows ``prompt``: a template may end a prompt within the marks, or behind them.
+    ``goes_on``: the prompt is a message that the text goes on with, and has its marks where it has them."""
 
-    def __init__(self, marks: Marks, prompt: str) -> None:
+    def __init__(self, marks: Marks, prompt: str, *, goes_on: bool = False) -> None:
         end = prompt.rstrip()
         self._marks = marks
         self._opened = end.endswith(marks.open) or (marks.opened and not end.endswith(marks.close))
+        if goes_on:
+            self._opened = prompt.rfind(marks.open) > prompt.rfind(marks.close)
         self._state: Literal["begins", "thinks", "answers"] = "begins"
         self._held = ""
 

@@ -151,7 +151,7 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
                 raise refused("a function_call_output of input needs call_id and output", "input")
             found.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
         elif item.type == "reasoning":
-            thought = _text(item.content or "")
+            thought = (thought or "") + _text(item.content or "")
             continue
         else:
             raise refused(f"an item of type {item.type!r:.40} is not supported in input", "input")
