@@ -56,3 +56,10 @@ def test_given_up_after_the_time_and_five_starts_and_not_before(recovery_s, star
 
 def test_spares_that_fail_are_tried_again_for_ever():
     assert [spare_pause_s(n) for n in (1, 2, 5, 10, 11, 10**6)] == [1, 2, 16, 512, 600, 600]
+
+
+def test_thousands_of_starts_may_fail():
+    """Of a job that is tried for days."""
+    retrying = Retrying(recovery_s=1e6)
+    retrying.ended(0, was_ready=True)
+    assert {retrying.ended(n, was_ready=False) for n in range(2000)} == {1, 2, 4, 8, LONGEST_PAUSE_S}

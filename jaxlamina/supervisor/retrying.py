@@ -13,10 +13,15 @@ LONGEST_PAUSE_S = 15.0
 LONGEST_SPARE_PAUSE_S = 600.0
 
 
+def _pause_s(n_failed: int, longest_s: float) -> float:
+    """Before the next start, where so many in a row have failed: twice as long each time."""
+    return float(min(2.0 ** min(n_failed - 1, 60), longest_s))  # a larger power may be no float
+
+
 def spare_pause_s(n_failed: int) -> float:
     """Before the next spare, where so many in a row have not stood by. They are never given up: what keeps
     them from it, such as memory that others have, may go, and nobody waits for one."""
-    return float(min(2.0 ** min(n_failed - 1, 60), LONGEST_SPARE_PAUSE_S))
+    return _pause_s(n_failed, LONGEST_SPARE_PAUSE_S)
 
 
 @dataclass
@@ -39,4 +44,4 @@ class Retrying:
             return None
         if self.n_failed >= MOST_FAILED_STARTS and now_s - self._ready_until_s > self.recovery_s:
             return None
-        return min(2.0 ** (self.n_failed - 1), LONGEST_PAUSE_S)
+        return _pause_s(self.n_failed, LONGEST_PAUSE_S)
