@@ -162,16 +162,21 @@ def test_a_spoilt_result_is_read_or_refused_in_one_line(
     assert (found.ttft_s <= found.e2el_s).all() and (found.tpot_s >= 0).all() and found.output_per_s > 0
 
 
+def check_within_the_aims(capsys: Any, saved: str, *words: str) -> None:
+    """Of a load's file in docs/measurements."""
+    file = ROOT / "docs/measurements" / saved
+    how = ("--model", "llama-3-8b", "--max-num-seqs", "64", "--json", *words)
+    assert main(["simulate", "--trace", str(file), *how]) == 0
+    compared = json.loads(capsys.readouterr().out)["compared"]
+    assert abs(compared["output_throughput"]["error"]) < 0.05
+    assert abs(compared["p50_tpot_ms"]["error"]) < 0.10
+
+
 @pytest.mark.parametrize("rate", [4, 8, 12])
 def test_a_load_that_an_h200_served_is_simulated_within_the_aims(rate: int, capsys: Any) -> None:
     """docs/benchmarks.md says how it was measured. No term was fitted to it, but that prompts are padded was
     seen there."""
-    saved = ROOT / f"docs/measurements/served-h200-{rate}.json"
-    words = ("--model", "llama-3-8b", "--compute", "h200", "--max-num-seqs", "64", "--json")
-    assert main(["simulate", "--trace", str(saved), *words]) == 0
-    compared = json.loads(capsys.readouterr().out)["compared"]
-    assert abs(compared["output_throughput"]["error"]) < 0.05
-    assert abs(compared["p50_tpot_ms"]["error"]) < 0.10
+    check_within_the_aims(capsys, f"served-h200-{rate}.json", "--compute", "h200")
 
 
 @pytest.mark.parametrize("host", ["before", "quicker", "32-cores"])
@@ -180,9 +185,5 @@ def test_a_load_that_a_split_server_served_is_simulated_within_the_aims(
     host: str, load: str, capsys: Any
 ) -> None:
     """By what rank 0 had to do for a program in one of these nine: "quicker", 12."""
-    saved = ROOT / f"docs/measurements/served-split-{host}-h100-{load}.json"
-    words = ("--model", "llama-3-8b", "--compute", "h100", "--dop", "1,1", "--max-num-seqs", "64", "--json")
-    assert main(["simulate", "--trace", str(saved), *words]) == 0
-    compared = json.loads(capsys.readouterr().out)["compared"]
-    assert abs(compared["output_throughput"]["error"]) < 0.05
-    assert abs(compared["p50_tpot_ms"]["error"]) < 0.10
+    saved = f"served-split-{host}-h100-{load}.json"
+    check_within_the_aims(capsys, saved, "--compute", "h100", "--dop", "1,1")

@@ -17,7 +17,6 @@ from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest
 from jaxlamina.server.reading import Reading
-from jaxlamina.server.reasoning import ReasoningParser
 from jaxlamina.server.tool_parsers import PARSERS, ForcedCallParser, parse, parser_of
 from jaxlamina.text.tokenizer import Tokenizer
 
@@ -139,6 +138,10 @@ def test_a_template_says_how_it_wants_calls():
 # --- what is thought ---
 
 
+class GoesOn(str):
+    """A message that the text goes on with."""
+
+
 @pytest.mark.parametrize(
     ("name", "prompt", "text", "thought", "answered"),
     [
@@ -151,27 +154,18 @@ def test_a_template_says_how_it_wants_calls():
         ("deepseek_r1", "<think></think>", "4", "", "4"),
         ("glm45", "", "\n<think>a</think>b</think>", "a", "b</think>"),
         ("mistral", "", "[THINK]a[/THINK]b", "a", "b"),
+        ("deepseek_r1", GoesOn("The capital is"), " Paris.", "", " Paris."),
+        ("deepseek_r1", GoesOn("<think>easy</think>The capital is"), " Paris.", "", " Paris."),
+        ("qwen3", GoesOn("<think>\nso"), " on</think>4", " on", "4"),
+        ("mistral", GoesOn("[THINK]so"), " on[/THINK]4", " on", "4"),
+        ("glm45", GoesOn("so"), " on", "", " on"),
     ],
 )
 def test_what_is_thought_is_told_from_what_is_answered(name, prompt, text, thought, answered):
-    parser = ReasoningParser(reasoning.PARSERS[name], prompt)
-    first, rest = parser.add(text), parser.finish()
-    assert (first[0] + rest[0], first[1] + rest[1]) == (thought, answered)
-
-
-@pytest.mark.parametrize(
-    ("name", "message", "text", "thought", "answered"),
-    [
-        ("deepseek_r1", "The capital is", " Paris.", "", " Paris."),
-        ("deepseek_r1", "<think>easy</think>The capital is", " Paris.", "", " Paris."),
-        ("qwen3", "<think>\nso", " on</think>4", " on", "4"),
-        ("mistral", "[THINK]so", " on[/THINK]4", " on", "4"),
-        ("glm45", "so", " on", "", " on"),
-    ],
-)
-def test_a_message_that_is_gone_on_with_says_whether_it_thinks(name, message, text, thought, answered):
-    read = Reading("none", None, reasoning.PARSERS[name], message, goes_on=True).reader().whole(text)
-    assert (read.thought, read.answered) == (thought, answered)
+    goes_on = isinstance(prompt, GoesOn)
+    reader = Reading("none", None, reasoning.PARSERS[name], prompt, goes_on=goes_on).reader()
+    first, rest = reader.add(text), reader.finish()
+    assert (first.thought + rest.thought, first.answered + rest.answered) == (thought, answered)
 
 
 @pytest.mark.parametrize("more", [{}, {"truncate_prompt_tokens": 50}, {"truncate_prompt_tokens": 4}])

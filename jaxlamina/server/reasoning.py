@@ -34,11 +34,12 @@ class ReasoningParser:
     ``goes_on``: the prompt is a message that the text goes on with, and has its marks where it has them."""
 
     def __init__(self, marks: Marks, prompt: str, *, goes_on: bool = False) -> None:
-        end = prompt.rstrip()
         self._marks = marks
-        self._opened = end.endswith(marks.open) or (marks.opened and not end.endswith(marks.close))
         if goes_on:
             self._opened = prompt.rfind(marks.open) > prompt.rfind(marks.close)
+        else:
+            end = prompt.rstrip()
+            self._opened = end.endswith(marks.open) or (marks.opened and not end.endswith(marks.close))
         self._state: Literal["begins", "thinks", "answers"] = "begins"
         self._held = ""
 
