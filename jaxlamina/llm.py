@@ -38,8 +38,8 @@ from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.text.chat_template import with_text
 from jaxlamina.weights.fingerprint import fingerprint
-from jaxlamina.weights.replacing import check_same_arrays, check_same_model, copied
-from jaxlamina.weights.sources import ModelSource, as_stored, open_source, tokenizer_of
+from jaxlamina.weights.replacing import check_same_arrays, copied
+from jaxlamina.weights.sources import ModelSource, as_stored, open_source, open_weights, tokenizer_of
 from jaxlamina.workers.calibration import Calibration, calibration_rows
 from jaxlamina.workers.capacity import check_weights, is_accelerator
 from jaxlamina.workers.kept_kv import kept_prefixes
@@ -229,15 +229,10 @@ class LLM:
             check_weights(n_bytes, self.dtype, device)
             params = copied(source, device)
         else:
-            opened = open_source(source, "auto", revision)
-            if self.model.decoded is not None and getattr(opened, "forms", None):
-                opened = opened.in_blocks()  # type: ignore[attr-defined]
-            where = str(source) if isinstance(source, str | Path) else "the new model"
-            check_same_model(self.model, opened.model, where)
-            check_same_arrays(self._like, opened.model.like(self.dtype), where)
+            opened = open_weights(source, revision, self.model, self.dtype)
             check_weights(n_bytes, self.dtype, device)
             params = dict(opened.load(self.dtype, device, None))
-            check_same_arrays(self._like, params, where)
+            check_same_arrays(self._like, params, "the new weights")
         return LoadedWeights(params, fingerprint(params) if self.options.keeps_kv else "")
 
     def put_weights(self, loaded: LoadedWeights, *, keep_kv: bool = False) -> None:

@@ -15,7 +15,7 @@ import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import serving
 from starlette.requests import Request
-from supervised import Asked, Supervised, find, restarts, wait_until
+from supervised import ON_CPUS, Asked, Supervised, find, restarts, wait_until
 
 from jaxlamina import LLM
 from jaxlamina.models import random_params
@@ -188,7 +188,7 @@ def test_one_change_at_a_time(folders, monkeypatch):
         engine = AsyncEngine(llm.engine, Metrics("tiny"), prepare=lambda stopped: None, max_concurrent=9)
         engine.start()
         await engine.started()
-        replacing = Replacing(llm, engine, is_followed=False)
+        replacing = Replacing(llm, engine)
         first = asyncio.create_task(replacing(WeightsRequest(model=str(folders[1]))))
         await asyncio.to_thread(began.wait, 30)
         with pytest.raises(ApiError, match="being changed already") as refused:
@@ -205,29 +205,31 @@ def test_one_change_at_a_time(folders, monkeypatch):
 # --- below a supervisor ---
 
 
-def test_a_command_of_another_model():
-    words = ("jaxlamina", "serve", "--model", "a", "--revision=1", "--load-format", "dummy", "--uds")
-    job = JobCommand(words).of_model("b", None)
-    assert job.words == ("jaxlamina", "serve", "--model", "b", "--load-format", "auto", "--uds")
-    assert job.of_model("c", "2").words[-3:] == ("--revision", "2", "--uds")
-    assert JobCommand(words, has_starter=True).of_model("b", None).has_starter
+def test_a_command_of_other_weights():
+    words = ("jaxlamina", "serve", "--model", "a", "--revision=1")
+    job = JobCommand((*words, "--uds"), has_starter=True).of_weights("b", "2")
+    assert job.words == (*words, "--weights=b", "--weights-revision=2", "--uds") and job.has_starter
+    assert job.of_weights("c", None).words == (*words, "--weights=c", "--uds")
 
 
 @pytest.mark.timeout(240)
-def test_a_supervised_job_is_started_again_as_it_was_changed(folders, tmp_path):
-    """With its new weights, and paused."""
+@pytest.mark.parametrize(
+    "job", [[], pytest.param(["launch", *ON_CPUS], marks=pytest.mark.slow)], ids=["one process", "ranks"]
+)
+def test_a_supervised_job_is_started_again_as_it_was_changed(folders, tmp_path, job):
+    """With its new weights, its own tokenizer and end tokens, and paused."""
     a, b = folders
-    options = ("--journal", str(tmp_path))
-    with contextlib.closing(Supervised.of([], a, options)) as server:
+    bare = shutil.copytree(b, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"eos_token_id": [*range(64)]}))
+    options = ("--journal", str(tmp_path / "journal"))
+    with contextlib.closing(Supervised.of(job, a, options)) as server:
         of_a = ask(server, LONG)
         asked = begin(server)
         assert server.request("POST", "/update_weights", {"model": "none"})[0] == 400
-        bare = shutil.copytree(b, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-        status, found = server.request("POST", "/update_weights", {"model": str(bare)})
-        assert status == 400 and "has no tokenizer" in found["error"]["message"]
-        assert server.post("/update_weights", {"model": str(b)})["status"] == "updated"
+        assert server.post("/update_weights", {"model": str(bare)})["status"] == "updated"
         mixed = text(asked)
-        of_b = ask(server, LONG)
+        of_b, may_end = ask(server, LONG), ask(server, SHORT | {"ignore_eos": False})
         assert len({mixed, of_a, of_b}) == 3
         asked = begin(server)
         assert server.post("/pause?mode=keep", None) == {"status": "paused"}
@@ -239,6 +241,7 @@ def test_a_supervised_job_is_started_again_as_it_was_changed(folders, tmp_path):
         assert server.post("/resume", None) == {"status": "running"}
         assert text(asked) == of_b
         assert ask(server, LONG) == of_b
+        assert ask(server, SHORT | {"ignore_eos": False}) == may_end
         [card] = server.get("/v1/models")["data"]
         assert card["id"] == str(a)  # requests call it as before
 

@@ -282,9 +282,11 @@ def load(
     *,
     default_seqs: int = DEFAULT_SEQS,
     default_policy: str = SERVER_POLICY,
+    weights: tuple[str, str | None] | None = None,
     **more: Any,
 ) -> LLM:
-    """The model at ``path``, as `find` found it, over this process's ranks where it leads some.
+    """The model at ``path``, as `find` found it, over this process's ranks where it leads some. ``weights``:
+    the model, and its revision, that the weights are taken from, where that is another one.
     ``default_seqs`` and ``default_policy``: as of `CommandOptions.of_llm`; ``more``: what else `LLM` is
     given."""
     of_llm = options.of_llm(default_seqs=default_seqs, default_policy=default_policy) | more
@@ -294,12 +296,16 @@ def load(
     with console.status("starting JAX"):
         from jaxlamina import ranks
         from jaxlamina.llm import LLM
+        from jaxlamina.weights.sources import ModelSource, OtherWeights, open_source
     group = ranks.current()
     if group is not None:
         most = group.cluster.max_num_seqs or DEFAULT_SEQS
         of_llm |= {"group": group, "max_num_seqs": options.max_num_seqs or min(default_seqs, most)}
+    model: str | Path | ModelSource = path
+    if weights is not None:
+        model = OtherWeights(open_source(path, options.load_format, None), *weights)
     with bar(console, "reading weights", in_bytes=True) as on_load:
-        llm = LLM(path, on_load=on_load, **of_llm)
+        llm = LLM(model, on_load=on_load, **of_llm)
     if template is not None:
         if llm.tokenizer is None:
             raise UserError("--chat-template needs a model with a tokenizer")

@@ -54,6 +54,11 @@ def serve(
         list[str] | None,
         typer.Option(help="What requests call the model; may be repeated. Default: --model."),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(hidden=True, help="Whose weights --model has: a supervisor's, after an update."),
+    ] = None,
+    weights_revision: Annotated[str | None, typer.Option(hidden=True, help="Of --weights.")] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API: completions, chats, batches."""
     settings = replace(
@@ -111,7 +116,9 @@ def serve(
         asked = options
         if stands_by and asked.keeps_kv:  # the folder is another's as yet
             options = replace(options, kept_kv_folder=None, kept_kv_slots=1)
-        llm = model_options.load(console, path, options, recording=settings.pool_metrics_interval > 0)
+        other = None if weights is None else (weights, weights_revision)
+        recording = settings.pool_metrics_interval > 0
+        llm = model_options.load(console, path, options, weights=other, recording=recording)
         model_options.say_dtype(console, llm)
         address = f"unix:{uds}" if listener is None else shown(listener, settings.ssl_certfile is not None)
         with bar(console, "compiling", line_every_s=15.0) as on_progress:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxlamina.errors import UserError
 from jaxlamina.model_files import is_code
 from jaxlamina.server.async_engine import AsyncEngine, Unavailable
 from jaxlamina.server.errors import ApiError, of_failure, refused, unavailable
@@ -15,17 +14,15 @@ from jaxlamina.server.protocol import WeightsRequest
 from jaxlamina.server.workshop import Busy, Workshop
 
 if TYPE_CHECKING:
-    from jaxlamina.llm import LLM, LoadedWeights
+    from jaxlamina.llm import LLM
 
 _LOAD_S = 1800.0
 _PUT_S = 600.0
 
 
 class Replacing:
-    """``is_followed``: by a supervisor, whose next start is of the model that the weights come from."""
-
-    def __init__(self, llm: LLM, engine: AsyncEngine, *, is_followed: bool) -> None:
-        self._llm, self._engine, self._is_followed = llm, engine, is_followed
+    def __init__(self, llm: LLM, engine: AsyncEngine) -> None:
+        self._llm, self._engine = llm, engine
         self._loading = Workshop(1)
         self._is_changing = False
 
@@ -51,20 +48,8 @@ class Replacing:
             self._is_changing = False
 
     async def _change(self, asked: WeightsRequest) -> dict[str, Any]:
-        loaded = await self._loading.run(lambda: self._load(asked), _LOAD_S)
+        loaded = await self._loading.run(lambda: self._llm.load_weights(asked.model, asked.revision), _LOAD_S)
         await self._engine.ask(
             lambda _: self._llm.put_weights(loaded, keep_kv=asked.keep_kv), _PUT_S, may_fail=False
         )
         return {"status": "updated", "model": asked.model, "revision": asked.revision}
-
-    def _load(self, asked: WeightsRequest) -> LoadedWeights:
-        from jaxlamina.weights.sources import open_source, tokenizer_of
-
-        if self._is_followed and self._llm.tokenizer is not None:
-            tokenizer, _ = tokenizer_of(open_source(asked.model, "auto", asked.revision))
-            if tokenizer is None:
-                raise UserError(
-                    f"{asked.model} has no tokenizer, and a supervised server's next start takes its files: "
-                    "put those of the model that runs beside the weights"
-                )
-        return self._llm.load_weights(asked.model, asked.revision)

@@ -182,7 +182,7 @@ class App:
             self._progress,
             _info(llm, settings),
             dashboard,
-            Replacing(llm, self.engine, is_followed=settings.supervisor is not None),
+            Replacing(llm, self.engine),
         )
         # A Unix socket stays plain: nobody is on its way.
         tls = None if settings.uds else tls_context(settings.ssl_certfile, settings.ssl_keyfile)

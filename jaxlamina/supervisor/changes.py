@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 MOST_S = 3600.0
-_OF_MODEL = ("--model", "--revision", "--load-format")  # each with a word after it
+_OF_WEIGHTS = ("--weights=", "--weights-revision=")
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,18 +75,11 @@ class JobCommand:
         own = self.words[: self.words.index("--")]
         return (*own, *(word for change in changes for word in ("--set", change)), "--module", module)
 
-    def of_model(self, model: str, revision: str | None) -> JobCommand:
-        """The same with another model, of a command that ends with what its socket follows."""
-        kept, words = list[str](), iter(self.words)
-        for word in words:
-            flag, is_whole, _ = word.partition("=")
-            if flag not in _OF_MODEL:
-                kept.append(word)
-            elif not is_whole:
-                next(words, None)
-        said = ["--model", model, "--load-format", "auto"]
-        said += [] if revision is None else ["--revision", revision]
-        return replace(self, words=(*kept[:-1], *said, kept[-1]))
+    def of_weights(self, model: str, revision: str | None) -> JobCommand:
+        """The same with another model's weights, of a command that ends with what its socket follows."""
+        *kept, last = (word for word in self.words if not word.startswith(_OF_WEIGHTS))
+        of_revision = [] if revision is None else [f"--weights-revision={revision}"]
+        return replace(self, words=(*kept, f"--weights={model}", *of_revision, last))
 
     def after(self, change: Change) -> JobCommand:
         """``ValueError`` for a change that cannot be."""

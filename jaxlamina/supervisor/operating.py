@@ -67,7 +67,7 @@ class Operating:
             if found.status != 200:
                 return None
             said = msgspec.json.decode(found.content)
-            return self._job.command.of_model(said["model"], said["revision"])
+            return self._job.command.of_weights(said["model"], said["revision"])
 
         await self._job.update(ask, _PASS_ON_S)
         assert found is not None

@@ -79,10 +79,7 @@ def supervise(
         files = () if settings.files_dir is not None else ("--files-dir", str(folder / "files"))
         kept = () if kv_folder is not None else ("--kept-kv-folder", str(of_kv))
         os.environ[kept_folders.OWNED] = str(of_kv)
-        names: tuple[str, ...] = ()  # requests call the model so, whichever weights it has
-        if not any(word.partition("=")[0] == "--served-model-name" for word in command.words):
-            names = tuple(f"--served-model-name={name}" for name in settings.served_model_names)
-        whole = command.and_more("--no-supervise", *names, *files, *kept, "--uds")
+        whole = command.and_more("--no-supervise", *files, *kept, "--uds")
         try:
             supervisor = _Supervisor(whole, settings, supervision, journal, memory, folder, on_ready)
             code = supervisor.run(listener)

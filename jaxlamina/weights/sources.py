@@ -19,9 +19,10 @@ from jaxlamina import dtypes
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import is_code
 from jaxlamina.models import ModelConfig
-from jaxlamina.models.causal_lm import CausalLM, HasConfig, built
+from jaxlamina.models.causal_lm import CausalLM, HasConfig, HasModel, built
 from jaxlamina.weights.checkpoint import open_checkpoint
 from jaxlamina.weights.dummy import DummyCheckpoint
+from jaxlamina.weights.replacing import check_same_arrays, check_same_model
 from pallas_kernels import cpu
 
 
@@ -79,6 +80,55 @@ def open_source(model: str | Path | ModelSource, load_format: str, revision: str
     if is_code(model):
         return built(str(model))  # type: ignore[return-value]
     return DummyCheckpoint(model, revision) if load_format == "dummy" else open_checkpoint(model, revision)
+
+
+def open_weights(
+    source: str | Path | ModelSource, revision: str | None, model: CausalLM, dtype: str
+) -> ModelSource:
+    """A model, as `open_source` takes one, whose weights may take the place of ``model``'s: in the form that
+    those have. ``UserError`` for another model."""
+    opened = open_source(source, "auto", revision)
+    if model.decoded is not None and getattr(opened, "forms", None):
+        opened = opened.in_blocks()  # type: ignore[attr-defined]
+    where = str(source) if isinstance(source, str | Path) else "the new model"
+    check_same_model(model, opened.model, where)
+    check_same_arrays(model.like(dtype), opened.model.like(dtype), where)
+    return opened
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherWeights(HasModel):
+    """``source``, its config, tokenizer and end tokens, with the weights of another model: what runs after
+    `jaxlamina.LLM.update_weights`."""
+
+    source: ModelSource
+    weights: str
+    revision: str | None
+
+    @property
+    def model(self) -> CausalLM:
+        return self.source.model
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.source.eos_token_ids
+
+    @property
+    def own_dtype(self) -> str | None:
+        return self.source.own_dtype
+
+    @property
+    def forms(self) -> Mapping[str, str] | None:
+        return getattr(self.source, "forms", None)
+
+    def in_blocks(self) -> OtherWeights:
+        return dataclasses.replace(self, source=self.source.in_blocks())  # type: ignore[attr-defined]
+
+    def load(self, dtype: Any, device: Any = None, progress: Any = None) -> Mapping[str, jax.Array]:
+        return open_weights(self.weights, self.revision, self.model, dtype).load(dtype, device, progress)
+
+    def tokenizer(self) -> Any:
+        return self.source.tokenizer()
 
 
 def as_stored(source: ModelSource, asked: str, dtype: str, platform: str, in_shards: bool) -> ModelSource:
