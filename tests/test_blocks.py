@@ -17,6 +17,7 @@ from test_weights_gguf import write_gguf
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.models.causal_lm import of_origin
 from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.sources import OtherWeights
 from jaxlamina.workers.model_worker import trace_step
 from jaxlamina.workers.streamed import with_streamed_products
 from pallas_kernels import blocks, cpu
@@ -98,13 +99,13 @@ def test_no_matrix_is_decoded_whole(demo):
     assert "f32[49152,576]" not in text and "f32[1536,576]" not in text and "f32[576,1536]" not in text
 
 
-def of_blocks(folder, form):
+def of_blocks(folder, form, seed=1):
     """A small model's file whose matrices are of such blocks."""
 
     def kind(name, w):
         return gguf.GGMLQuantizationType["F32" if w.ndim == 1 else form]
 
-    return str(write_gguf(folder / "m.gguf", LLAMA, host_params(LLAMA), quantise=kind))
+    return str(write_gguf(folder / f"m{seed}.gguf", LLAMA, host_params(LLAMA, seed), quantise=kind))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -125,6 +126,28 @@ def test_a_model_writes_the_same_with_and_without(form, split, tmp_path):
             assert one.keys() == other.keys()
             both = [(one[t].logprob, other[t].logprob) for t in one]
             assert max(abs(x - y) for x, y in both) < (0.0 if cpu.loaded().library else 2e-4) + 1e-9
+
+
+def test_a_start_with_anothers_weights_writes_what_an_update_does(tmp_path):
+    """With matrices as they are stored, and refused where those are of another form or model."""
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    how = {"quantization": "gguf", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 1}
+
+    def tokens(llm):
+        return llm.generate({"prompt_token_ids": [5, 2, 3]}, params)[0].outputs[0].token_ids
+
+    first, other = of_blocks(tmp_path, "Q4_1"), of_blocks(tmp_path, "Q4_1", 2)
+    llm = LLM(first, **how)
+    before = tokens(llm)
+    llm.update_weights(other)
+    started = LLM(OtherWeights(open_checkpoint(first), other, None), **how)
+    assert tokens(started) == tokens(llm) != before
+    for wrong, says in (
+        (of_blocks(tmp_path, "Q8_0", 3), "wrong shape|is another model"),
+        (DEMO, "is another model"),
+    ):
+        with pytest.raises(UserError, match=says):
+            LLM(OtherWeights(open_checkpoint(first), wrong, None), **how)
 
 
 def test_auto_keeps_blocks_where_native_kernels_are_and_only_there(monkeypatch):
