@@ -229,8 +229,7 @@ def test_places_that_hold_something_else_are_forgotten():
     marks = np.zeros(4, np.uint64)
     marks[kept.places] = kept.marks
     marks[kept.places[1]] = 5  # a process died before this one was written
-    again = KeptPrefixes([4], records, prefixes.keys)
-    again.confirm(marks)
+    again = KeptPrefixes([4], records, prefixes.keys, marks)
     assert len(again.find(digests)) == 1 and again.n_used == 2
     again.check_integrity()
 

@@ -131,7 +131,7 @@ class KeptPrefixes:
 
     ``capacities``: each keeper's places, which are numbered one keeper after another. ``records``: of an
     earlier process, written to as this one goes on (anything like an array of `RECORD`); ``keys``: with which
-    its digests were made.
+    its digests were made; ``marks``: what keepers say that their places hold. What is not both is forgotten.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class KeptPrefixes:
         capacities: Sequence[int],
         records: np.ndarray | None = None,
         keys: tuple[int, int] | None = None,
+        marks: UInt64[np.ndarray, " places"] | None = None,
     ) -> None:
         self.capacities = tuple(capacities)
         self._bounds = np.cumsum([0, *self.capacities])
@@ -146,6 +147,8 @@ class KeptPrefixes:
         self._records = np.zeros(n, RECORD) if records is None else records
         if len(self._records) != n:
             raise ValueError(f"{len(self._records)} records are not of {n} places")
+        if marks is not None:
+            self._records["low"][self._records["low"] != marks] = 0
         self.keys = new_keys() if keys is None else keys
         self._clock = int(self._records["used"].max(initial=0)) // _LONGEST + 1
         self._place_of: dict[int, int] = {}
@@ -183,11 +186,6 @@ class KeptPrefixes:
     def fewest_free(self) -> int:
         """Places that have no token yet, of the keeper that has the fewest."""
         return min(map(len, self._free), default=0)
-
-    def confirm(self, marks: UInt64[np.ndarray, " places"]) -> None:
-        """Forgets what is not at its place, by what the keepers' ``marks`` say."""
-        self._records["low"][self._records["low"] != marks] = 0
-        self._read()
 
     def digests(self, tokens: Tokens, after: Digest = Digest()) -> Digests:  # noqa: B008 (immutable)
         """Of prefixes that end with each of ``tokens``, which follow the ones of ``after``."""

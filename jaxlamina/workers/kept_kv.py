@@ -443,9 +443,7 @@ def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
             "found after the end of this process: a recovery computes it again"
         )
         return KeptPrefixes(found.capacities)
-    prefixes = KeptPrefixes(found.capacities, records[: len(found.marks)], index.keys)
-    prefixes.confirm(found.marks)
-    return prefixes
+    return KeptPrefixes(found.capacities, records[: len(found.marks)], index.keys, found.marks)
 
 
 def _index(file: int, path: Path | None, found: KeptFound) -> tuple[_Index, np.ndarray]:

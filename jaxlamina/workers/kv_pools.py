@@ -37,7 +37,7 @@ _LEAST, _MOST = 16, 256
 _KEPT_SIZES = (16, 64, 256)
 # Pieces of kept KV in host memory at once: so many threads read some (each 5 GB/s on the host of an H100),
 # while others are copied to the device.
-_N_READERS = min(6, os.cpu_count() or 1)
+_N_READERS = min(8, os.cpu_count() or 1)
 _N_READ = _N_READERS + 2
 
 _log = logging.getLogger("uvicorn.error")
@@ -480,7 +480,12 @@ def _by_layer(pools: Pools) -> list[Pool]:
 
 
 def _rows_at(pools: Pools, slots: Int32[jax.Array, " n"]) -> Rows:
-    return [tuple(x.at[slots].get(mode="clip") for x in _kept(pool)) for pool in _by_layer(pools)]
+    return [tuple(_row_at(x, slots) for x in _kept(pool)) for pool in _by_layer(pools)]
+
+
+@jax.jit  # so that it is traced once for all layers
+def _row_at(x: jax.Array, slots: Int32[jax.Array, " n"]) -> jax.Array:
+    return x.at[slots].get(mode="clip")
 
 
 def _with_rows(pools: Pools, rows: Rows, slots: Int32[jax.Array, " M"]) -> Pools:
@@ -491,6 +496,7 @@ def _with_rows(pools: Pools, rows: Rows, slots: Int32[jax.Array, " M"]) -> Pools
     return new[::2], new[1::2]
 
 
+@jax.jit  # as `_row_at`
 def _stored(x: jax.Array, rows: jax.Array | np.ndarray, slots: Int32[jax.Array, " M"]) -> jax.Array:
     """``rows`` at ``slots``. Two-byte floats go as their bits: else XLA on a CPU makes float32 of all of the
     pool, and back (40 ms for 0.03)."""
@@ -528,7 +534,8 @@ def _with_packed(
             size = () if x.dtype.itemsize == packed.dtype.itemsize else (x.dtype.itemsize,)
             shape = len(slots), *x.shape[1:], *size
             n = int(np.prod(shape[1:]))
-            of_pool.append(lax.bitcast_convert_type(packed[:, at : at + n].reshape(shape), x.dtype))
+            own = lax.slice_in_dim(packed, at, at + n, axis=1)
+            of_pool.append(lax.bitcast_convert_type(lax.reshape(own, shape), x.dtype))
             at += n
         found.append(tuple(of_pool))
     return _with_rows(pools, found, slots), slots.sum(dtype=jnp.int32)
