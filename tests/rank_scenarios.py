@@ -34,6 +34,7 @@ from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.models import random_params
 from jaxlamina.models.causal_lm import built
 from jaxlamina.process.descendants import descendants
+from jaxlamina.run import set_up
 from jaxlamina.weights.sources import InMemoryModel
 
 # Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
@@ -74,9 +75,12 @@ def unsplit(
     return found
 
 
-def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **options: Any) -> dict[str, Any]:
+def greedy(
+    group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, most_each: int | None = None, **options: Any
+) -> dict[str, Any]:
     """The same tokens as unsplit? The first prompt once before all together, so that two of them find a
-    prefix. ``fourth``: tokens of one prompt more."""
+    prefix. ``fourth``: tokens of one prompt more. ``most_each``: of KV, as if attention workers had no memory
+    for more."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
     prompts = [*PROMPTS, *([[(7 * i) % 50 + 3 for i in range(fourth)]] if fourth else [])]
@@ -87,7 +91,13 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
         llm.engine.check_integrity()
         return [list(o.outputs[0].token_ids) for o in (*alone, *together)]
 
-    over_ranks = LLM(source(model), group=group, **limits)
+    def with_less(setup: Any, layout: Any, found: Sequence[int], *more: Any) -> Any:
+        n = len(layout.workers)
+        return room(setup, layout, [*(min(x, most_each or x) for x in found[:n]), *found[n:]], *more)
+
+    room = set_up._room
+    with patch.object(set_up, "_room", with_less):
+        over_ranks = LLM(source(model), group=group, **limits)
     found = tokens_of(over_ranks)
     stats = over_ranks.stats()
     return {

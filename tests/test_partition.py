@@ -100,6 +100,14 @@ def test_a_wish_is_granted_where_there_is_room():
     assert placement.worker[5] == 0 and placement.n_used.tolist() == [3, 1]
 
 
+def test_only_some_workers_are_asked_whatever_is_wished():
+    placement = Placement(10, [3, 3, 8])
+    placement.place(np.arange(4), np.asarray([2, 2, 0, 0]), among=2)
+    assert placement.n_used.tolist() == [2, 2, 0]
+    with pytest.raises(AssertionError, match="these pools together have fewer places free"):
+        placement.place(np.arange(4, 7), np.zeros(3, np.int64), among=2)
+
+
 def test_a_new_request_goes_where_least_kv_is_and_stays_there():
     placement = Placement(40, [20, 20])
     table = np.zeros((3, 0), np.int32)

@@ -224,6 +224,38 @@ def test_the_unsplit_models_tokens_at_own_pace(
     assert found["ahead"]
 
 
+@pytest.mark.parametrize(
+    ("partition", "pace", "how"),
+    [
+        ("requests", "own", {"prefill_chunk": 16}),
+        pytest.param("tokens", "own", {"prefill_chunk": 64, "token_block": 64}, marks=pytest.mark.slow),
+        ("requests", "step", {}),
+    ],
+)
+def test_a_share_on_model_ranks_and_workers_that_are_full(
+    partition: str, pace: str, how: dict[str, Any]
+) -> None:
+    """A long prompt that has not room on one attention worker goes on to the next, and not to model ranks,
+    whose memory prefill workers do not reach; where all attention workers are full model ranks compute it."""
+    usual = {"model": "llama", "n_tokens": 16, "fourth": 64, "max_num_batched_tokens": 16}
+    tight = {"kv_headroom": 0.0, "host_kv_slots": 32}
+    scenarios = [
+        ("greedy", usual | {"kv_slots": 100}),
+        ("greedy", usual | tight | {"kv_slots": 100}),
+        ("greedy", usual | tight | {"kv_slots": 120, "most_each": 15}),
+    ]
+    cluster = {
+        "partition": partition,
+        "prefill_workers": 2,
+        "prefill_pace": pace,
+        "local_attention": 0.5,
+        **how,
+    }
+    for found in run_job("xla", (1, 2), scenarios, **cluster):
+        assert found["same"], found
+        assert pace == "step" or found["n_prompt_tokens_own_pace"], found
+
+
 def test_decode_steps_go_on_while_a_worker_computes(tmp_path: Path) -> None:
     """The worker is held until three decode steps have ended since its chunk was begun: had they waited for
     it, none would. A request that is aborted meanwhile does no harm."""

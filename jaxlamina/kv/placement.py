@@ -185,20 +185,22 @@ class Placement:
             self._n_free[w] = n + len(of_worker)
         self.worker[slots] = NOWHERE
 
-    def place(self, slots: Int[np.ndarray, " n"], wish: Int[np.ndarray, " n"]) -> None:
+    def place(
+        self, slots: Int[np.ndarray, " n"], wish: Int[np.ndarray, " n"], among: int | None = None
+    ) -> None:
         """Gives ``slots`` (distinct) a place each, on the worker of ``wish`` if it has room, else on the
-        emptiest."""
+        emptiest. ``among``: only the first so many workers, which must have the room; None: all."""
         self.release(slots)
         left = slots
-        for w in range(self.n_workers):
+        for w in range(self.n_workers)[:among]:
             wanted = slots[wish == w]
             here = wanted[: self._n_free[w]]
             self._take(w, here)
             left = left[self.worker[left] == NOWHERE] if len(here) else left
         while len(left):
-            w = int(np.argmax(self._n_free))
+            w = int(np.argmax(self._n_free[:among]))
             here = left[: self._n_free[w]]
-            assert len(here), "the pools together hold fewer than S slots"
+            assert len(here), "these pools together have fewer places free"
             self._take(w, here)
             left = left[len(here) :]
 

@@ -104,7 +104,7 @@ class PoolBook:
             slots = (segment_slots(table, lengths, new.reshape(-1), {}),)
             of_rank = slots if self._layout.attends_locally else ()
             return PlannedRows(shape, [slots] * len(self._layout.workers), (), of_rank)
-        if on_prefill_worker and not (computed or self.is_on_workers(batch)):  # type: ignore[arg-type]
+        if on_prefill_worker and not self.is_for_workers(batch):  # type: ignore[arg-type]
             raise ValueError("a prefill worker does not reach what model ranks keep")
         rows = batch.slot_table, batch.lengths, batch.positions, new_slots
         self.wishes.place(self.placement, *earlier, *rows[2:], here=not on_prefill_worker)
@@ -232,7 +232,7 @@ class PoolBook:
         """Whether model ranks have all of it, and get what is new."""
         assert self.placement is not None
         owners = (
-            self.placement.worker[_stored(batch)],
+            self.placement.worker[stored_slots(batch)],
             self.placement.worker[new_slots[new_slots < self.n_slots]],
         )
         return all(bool((x == len(self._layout.workers)).all()) for x in owners)
@@ -253,19 +253,33 @@ class PoolBook:
             return b if c else 0, c, n_new if most_new else 0
         return (quarters(max(1, most[0]), b, 4) if c else 0), c, quarters(most_new, n_new, 4)
 
-    def is_on_workers(self, batch: PrefillBatch) -> bool:
-        """Whether attention workers have all tokens that a prompt follows, and each of them room for all of
-        its own."""
+    def is_for_workers(self, batch: PrefillBatch, n_others: int = 0) -> bool:
+        """Whether attention workers have all tokens that a prompt follows, and room for its own, and for
+        ``n_others`` more."""
         if self.placement is None or not self._layout.attends_locally:
             return True
-        n = len(self._layout.workers)
-        has_room = self.placement.n_free[:n].min() >= (batch.slots < self.n_slots).sum()
-        return bool(has_room and (self.placement.worker[_stored(batch)] < n).all())
+        are_there = self.placement.worker[stored_slots(batch)] < len(self._layout.workers)
+        return bool(are_there.all()) and self.workers_have_room(batch, n_others)
+
+    def workers_have_room(self, batch: PrefillBatch, n_others: int = 0) -> bool:
+        """Whether attention workers, all of them together, have it for a prompt's own tokens and ``n_others``
+        more."""
+        if self.placement is None or not self._layout.attends_locally:
+            return True
+        n_workers, new = len(self._layout.workers), self.new_slots(batch)
+        before = self.placement.worker[new]  # of what these slots held, whose places are free then
+        n_free = self.placement.n_free[:n_workers].sum() + ((before >= 0) & (before < n_workers)).sum()
+        return bool(n_free >= len(new) + n_others)
+
+    def new_slots(self, batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:
+        """Where a step's new tokens go, without padding."""
+        slots = batch.new_slots if isinstance(batch, DecodeBatch) else batch.slots
+        return slots[slots < self.n_slots]
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """As `jaxlamina.kv.wishes.place_stored` has it."""
         if self.placement is not None:
-            self._forget(_stored(batch))
+            self._forget(stored_slots(batch))
             place_stored(self.placement, self.wishes, batch.slot_table, batch.lengths)
 
     def held(self) -> list[Held]:
@@ -458,7 +472,7 @@ def _carried(n: int) -> list[slice]:
     return [slice(first, first + _MOST_CARRIED) for first in range(0, n, _MOST_CARRIED)]
 
 
-def _stored(batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:
+def stored_slots(batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:
     """The slots of all tokens that rows follow."""
     return batch.slot_table[np.arange(batch.slot_table.shape[1]) < batch.lengths[:, None]]
 

@@ -48,7 +48,7 @@ class Wishes:
         here: bool = True,
     ) -> None:
         """Gives a step's new tokens, ``new_slots`` (S: none), their places. ``here``: whether model ranks
-        compute them; what prefill workers compute goes to attention workers alone."""
+        compute them; what prefill workers compute goes to attention workers alone, which must have room."""
         real = new_slots < placement.n_slots
         n_real = int(real.sum())
         if not n_real:
@@ -61,7 +61,7 @@ class Wishes:
             wishes = wish_by_tokens(positions, self._n_workers, self._token_block)
             if self.share is not None:
                 wishes = np.where(self._newest(real, lengths, share), self._n_workers, wishes)
-        placement.place(new_slots[real], wishes[real])
+        placement.place(new_slots[real], wishes[real], None if here else self._n_workers)
         if self.share is not None:
             n_local = int((placement.worker[new_slots[real]] == self._n_workers).sum())
             self.n_local, self.n_remote = self.n_local + n_local, self.n_remote + n_real - n_local

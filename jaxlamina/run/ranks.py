@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
@@ -28,7 +29,7 @@ from jaxlamina.job.group import Group
 from jaxlamina.kv.kept import KeptFound, KeptWanted, Lost
 from jaxlamina.kv.kv_worker import KVWorker, LayersApart
 from jaxlamina.kv.placement import AUTO, Held, checked_partition
-from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.kv.pool_book import PoolBook, stored_slots
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of, q_first_of, wishes_of
@@ -270,9 +271,9 @@ class RanksExecutor(Executor):
     def _run_beside(self, step: Step) -> StepLogits:
         """The rows, and meanwhile each prompt on its prefill worker. One may follow tokens of one before
         it."""
-        if here := [part for part in step.prompts if not self.pool.is_on_workers(part.batch)]:
+        if here := self._not_for_prefill_workers(step):
             # A prefill worker does not reach what model ranks keep, so they go on from there themselves.
-            there = tuple(part for part in step.prompts if part not in here)
+            there = tuple(part for part in step.prompts if id(part) not in map(id, here))
             beside = self.run(Step(step.decodes, there)) if step.decodes is not None or there else None
             alone = {id(part): self._run_part(Step(prompts=(part,))).prompts[0] for part in here}
             found = iter(() if beside is None else beside.prompts)
@@ -296,6 +297,23 @@ class RanksExecutor(Executor):
         rows = None if batch is None else _without_padding(logits.pop(0), batch)
         return StepLogits(rows, tuple(logits))
 
+    def _not_for_prefill_workers(self, step: Step) -> list[PromptPart]:
+        """Prompts that attention workers have no room for beside the step's other new tokens, or that follow
+        what they do not have."""
+        found: list[PromptPart] = []
+        elsewhere: set[int] = set()  # slots of theirs, which are written after the others
+        n_taken = 0 if step.decodes is None else self.pool.new_slots(step.decodes).size
+        for part in step.prompts:
+            new = self.pool.new_slots(part.batch)
+            if elsewhere.isdisjoint(stored_slots(part.batch).tolist()) and self.pool.is_for_workers(
+                part.batch, n_taken
+            ):
+                n_taken += new.size
+            else:
+                found.append(part)
+                elsewhere.update(new.tolist())
+        return found
+
     def begin_prompt(self, part: PromptPart) -> None:
         """The worker knows its tokens' KV by position; slots are the attention ranks' affair."""
         self._check_current()
@@ -317,9 +335,11 @@ class RanksExecutor(Executor):
     def _take_in(self, part: PromptPart) -> StepLogits:
         """What comes of a chunk is on its prefill worker: it goes to attention ranks between two steps of the
         rows, while model ranks are at a step's last slice and the next one's first, and by programs that are
-        few."""
+        few. Model ranks compute it again where attention workers have no room for it."""
         if part.worker in self._at_work.values():
             raise ValueError(f"prefill worker {part.worker} has not computed it yet")
+        if not self.pool.workers_have_room(part.batch):
+            return self._run_part(Step(prompts=(replace(part, ready=False),)))
         rank = self.group.prefill_ranks[part.worker]
         logits = self._launch([computed_part(self.pool, part.batch, scored=part.scored, rank=rank)])
         return StepLogits(None, tuple(logits))
