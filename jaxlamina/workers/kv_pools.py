@@ -320,8 +320,10 @@ class HostStore:
         self.n_slots = n_slots
         at = partial(jax.sharding.SingleDeviceSharding, device)
         kinds = {memory.kind for memory in device.addressable_memories()}
-        can_pin = "pinned_host" in kinds and sharding is None
-        self.pinned = at(memory_kind="pinned_host") if can_pin else None
+        can_pin = "pinned_host" in kinds
+        self._rows_at = (sharding or at()).with_memory_kind("pinned_host") if can_pin else None
+        # Of a token's KV in one row, whose heads several devices do not share out so.
+        self.pinned = None if sharding else self._rows_at
         # Named in full: `device_put` to a plain device does not see that pinned memory is elsewhere.
         self.on_device = sharding or at(memory_kind=device.default_memory().kind)
         self._block_of = np.full(n_slots, -1, np.int64)
@@ -371,7 +373,7 @@ class HostStore:
         yield from found
 
     def _to_host(self, rows: Rows) -> Rows:
-        return jax.device_get(rows) if self.pinned is None else jax.device_put(rows, self.pinned)
+        return jax.device_get(rows) if self._rows_at is None else jax.device_put(rows, self._rows_at)
 
     def _add(self, host_slots: Int[np.ndarray, " n"], rows: Rows) -> None:
         self._blocks[self._next] = rows
