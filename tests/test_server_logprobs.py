@@ -42,7 +42,8 @@ def answer(llm: LLM, **asked):
     body = CompletionRequest(**asked)
     params, prompts = sampling_params(body), Prompts(llm)
     [prompt] = prompts.completion(body, params)
-    whole, streamed = (CompletionForm(body, "m", [prompt], prompts.token_bytes) for _ in range(2))
+    raw = prompts.token_bytes, prompts.written_bytes(params)
+    whole, streamed = (CompletionForm(body, "m", [prompt], *raw) for _ in range(2))
     events = []
     [output] = llm.generate([{"prompt_token_ids": list(prompt.token_ids)}], params, on_token=events.append)
     chunks = [chunk for event in events for chunk in streamed.chunks(0, event)]
@@ -86,6 +87,25 @@ def test_places_of_what_is_written_are_those_in_the_text(of_bytes, echo):
         assert [x for part in parts if part.logprobs for x in getattr(part.logprobs, name)] == getattr(
             found, name
         )
+
+
+def test_special_tokens_that_a_text_leaves_out_take_no_place_in_it():
+    inner = Inner(
+        models.BPE({word: i for i, word in enumerate(["<s>", "</s>", "ab", *map(str, range(285))])}, [])
+    )
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(["<s>", "</s>"])
+    llm = model(inner)
+    asked = {"prompt": [5], "allowed_token_ids": [1, 2], "max_tokens": 24, "seed": 3, "ignore_eos": True}
+    for skips, width in ((True, 0), (False, len("</s>"))):
+        choice, parts = answer(llm, **asked, logprobs=0, skip_special_tokens=skips)
+        found = choice.logprobs
+        assert {*found.tokens} == {"</s>", "ab"}
+        widths = [width if token == "</s>" else 2 for token in found.tokens]
+        assert found.text_offset == [sum(widths[:i]) for i in range(24)] and len(choice.text) == sum(widths)
+        assert [
+            at for part in parts if part.logprobs for at in part.logprobs.text_offset
+        ] == found.text_offset
 
 
 def test_a_chats_tokens_have_their_own_bytes(of_bytes):
@@ -151,7 +171,7 @@ def test_events_that_are_put_together_are_those_of_their_chunks(of_bytes, chat, 
         body = CompletionRequest(prompt="é", **asked)
         params = sampling_params(body)
         [prompt] = prompts.completion(body, params)
-        form = CompletionForm(body, 'm"', [prompt], prompts.token_bytes)
+        form = CompletionForm(body, 'm"', [prompt], prompts.token_bytes, prompts.written_bytes(params))
     events = []
     of_bytes.generate([{"prompt_token_ids": list(prompt.token_ids)}], params, on_token=events.append)
     chunks = [chunk for event in events for chunk in form.chunks(0, event)]

@@ -26,8 +26,9 @@ class CompletionForm(Form):
         model: str,
         prompts: Sequence[Prompt],
         token_bytes: Callable[[int], bytes],
+        written_bytes: Callable[[int], bytes],
     ) -> None:
-        """``token_bytes``: of a token id."""
+        """``token_bytes``: of a token id. ``written_bytes``: of them what is in a text that is written."""
         super().__init__(
             model,
             body.n or 1,
@@ -35,7 +36,7 @@ class CompletionForm(Form):
             gives_written=body.max_tokens != 0,
             gives_ids=bool(body.return_token_ids),
         )
-        self._prompts, self._token_bytes = prompts, token_bytes
+        self._prompts, self._token_bytes, self._written_bytes = prompts, token_bytes, written_bytes
         self._n_top, self._n_prompt_top = body.logprobs or 0, body.prompt_logprobs
         self._echoes = [prompt.text or "" for prompt in prompts] if body.echo else [""] * len(prompts)
         self._scores = body.echo and body.logprobs is not None  # prompts have entries, too
@@ -128,7 +129,7 @@ class CompletionForm(Form):
         tokens = self._prompts[which].token_ids
         n_all = len(b"".join(map(self._token_bytes, tokens)).decode("utf-8", "replace"))
         # What is more than the text is of its start: a token that was put before it, a blank that it drops.
-        return self._logprobs(tokens, entries, _Place(len(self._echoes[which]) - n_all))
+        return self._logprobs(tokens, entries, _Place(len(self._echoes[which]) - n_all), self._token_bytes)
 
     def _of_written(
         self, choice: int, entries: Sequence[PositionLogprobs] | None
@@ -136,10 +137,15 @@ class CompletionForm(Form):
         if entries is None:
             return None
         place = self._places.setdefault(choice, _Place(len(self._echoes[choice // self.n])))
-        return self._logprobs([next(iter(entry)) for entry in entries], entries, place)
+        tokens = [next(iter(entry)) for entry in entries]
+        return self._logprobs(tokens, entries, place, self._written_bytes)
 
     def _logprobs(
-        self, tokens: Sequence[int], entries: Sequence[PositionLogprobs | None], place: _Place
+        self,
+        tokens: Sequence[int],
+        entries: Sequence[PositionLogprobs | None],
+        place: _Place,
+        in_text: Callable[[int], bytes],
     ) -> CompletionLogprobs:
         tokens = tokens[: len(entries)]
         return CompletionLogprobs(
@@ -148,7 +154,7 @@ class CompletionForm(Form):
                 None if entry is None else next(iter(entry.values())).logprob for entry in entries
             ],
             top_logprobs=[None if entry is None else self._tops(entry) for entry in entries],
-            text_offset=[place.passed(self._token_bytes(token)) for token in tokens],
+            text_offset=[place.passed(in_text(token)) for token in tokens],
         )
 
     def _tops(self, entry: PositionLogprobs) -> dict[str, float]:

@@ -6,7 +6,7 @@ Knows the tokenizer, the chat template and the model's length; nothing of sampli
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +220,13 @@ class Prompts:
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text, maybe part of a character; nothing without a tokenizer."""
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+
+    def written_bytes(self, params: SamplingParams) -> Callable[[int], bytes]:
+        """As `token_bytes`, of the text that a model writes: it may leave special tokens out."""
+        left_out = frozenset[int]()
+        if self._tokenizer is not None and params.skip_special_tokens:
+            left_out = self._tokenizer.special_ids
+        return lambda token: b"" if token in left_out else self.token_bytes(token)
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         most = max(_LEAST_TEXT, _TEXT_PER_TOKEN * self.max_model_len)

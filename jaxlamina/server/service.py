@@ -138,7 +138,8 @@ class Service:
         else:
             # 16 where nobody says how many is no wish that must be met in full
             prompts = self.prompts.completion(asked, params)
-            form = CompletionForm(asked, self.names[0], prompts, self.prompts.token_bytes)
+            raw = self.prompts.token_bytes, self.prompts.written_bytes(params)
+            form = CompletionForm(asked, self.names[0], prompts, *raw)
         if len(prompts) * params.n_sequences > MAX_CONTINUATIONS:
             raise refused(
                 f"{len(prompts)} prompts with {params.n_sequences} continuations each are too many: a "

@@ -131,6 +131,11 @@ class Tokenizer:
         """Whether a text with ``skip_special_tokens`` is without ``token``."""
         return token in self._special.values()
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Of all those tokens."""
+        return frozenset(self._special)
+
     @cached_property
     def _special(self) -> dict[int, str]:
         return {
