@@ -460,3 +460,10 @@ def test_what_cannot_be_served_is_refused():
         simulate(Deployment(model_config("llama-3-70b"), TERMS), trace_of([(0, 9, 4)]))
     with pytest.raises(UserError, match="no request"):
         simulate(UNSPLIT, Trace(*(np.empty(0, np.int64),) * 3))
+
+
+def test_prompts_that_take_no_time_are_all_there_after_one_step() -> None:
+    trace = trace_of([(0, 3000, 5)] * 20)
+    policy = ServingPolicy(with_prefill=False, max_num_batched_tokens=None)
+    assert len(set(simulate(UNSPLIT, trace, policy).first_s)) == 1
+    assert len(set(simulate(UNSPLIT, trace, replace(policy, with_prefill=True)).first_s)) > 1

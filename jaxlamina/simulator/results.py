@@ -22,10 +22,10 @@ class OverTime(NamedTuple):
     slots: Int[np.ndarray, " N"]
     waiting: Int[np.ndarray, " N"]
 
-    def mean(self, name: str, until_s: float) -> float:
+    def mean(self, name: str, until_s: float, from_s: float = 0.0) -> float:
         """Over time."""
-        spans = np.diff(self.at_s, append=until_s)
-        return float((getattr(self, name) * spans).sum() / max(until_s, 1e-12))
+        spans = np.diff(np.clip(self.at_s, from_s, until_s), append=until_s)
+        return float((getattr(self, name) * spans).sum() / max(until_s - from_s, 1e-12))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -261,6 +262,8 @@ class _Simulation:
             policy=load_policy(self.policy.scheduling_policy),
             headroom=self.policy.kv_headroom,
         )
+        if not self.policy.with_prefill:  # what takes no time is not shared out over steps
+            self._scheduler.max_prefill_tokens = sys.maxsize
         if self.policy.kept_kv and (self.failures or self.rate):
             self._scheduler.room.kept = _KeptKv()
         for life in self._live.values():
