@@ -76,7 +76,7 @@ def test_the_formula_is_what_many_failures_come_to(setup):
 
 def test_kept_kv_comes_back_at_its_rate_or_is_computed_again():
     trace = trace_of([(0, 4000, 2000)] * 4)
-    rate = FailureRate(5 / 3600, notice_s=1.0, start_s=2.0, kv_gb_s=1.0, seed=4)  # one in about five seconds
+    rate = FailureRate(5 / 3600, notice_s=1.0, start_s=0.5, kv_gb_s=1.0, seed=4)  # one in about five seconds
     returned, quick, computed = (
         simulate(UNSPLIT, trace, ServingPolicy(kept_kv=kept_kv), rate=dataclasses.replace(rate, kv_gb_s=gb_s))
         for kept_kv, gb_s in ((True, 1.0), (True, 100.0), (False, 1.0))
@@ -101,15 +101,28 @@ def test_times_are_of_all_devices_and_of_a_seed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mtbf_hours": 0}, "mtbf_hours=0 must be finite and above 0"),
+        ({"mtbf_hours": 0}, "mtbf_hours=0 must be above 0 and 3e.08 at most"),
         ({"kv_gb_s": math.nan}, "kv_gb_s=nan"),
-        ({"start_s": -1}, "start_s=-1 must be finite and at least 0"),
+        ({"start_s": -1}, "start_s=-1 must be at least 0 and 1e.12 at most"),
+        ({"start_s": 1e300}, "1e.12 at most"),
+        ({"mtbf_hours": 1e300}, "3e.08 at most"),
         ({"mtbf_hours": 0.01}, r"a job of 3 devices fails every 12 s, and starts again in 33 s"),
     ],
 )
 def test_what_cannot_be_is_said(changes, message):
     with pytest.raises(UserError, match=message):
         next(FailureRate(**({"mtbf_hours": 1.0} | changes)).times(3))
+
+
+def test_jobs_that_would_not_get_their_kv_back_are_refused(capsys):
+    rate = ("--mtbf-hours", "0.02", "--kv-return-gb-s", "0.001")
+    pools = ("--hours", "0.02", "--dop", "1,1")
+    assert main(["simulate", *pools, *rate]) == 2
+    assert "starts again with KV at --kv-return-gb-s 0.001 in" in capsys.readouterr().err
+    assert main(["plan", "--devices", "h200=1", "--batch", "9", *rate]) == 2
+    assert "starts again with KV at --kv-return-gb-s 0.001 in" in capsys.readouterr().err
+    assert main(["simulate", "--failure", "10,model,1e300"]) == 2
+    assert "downtime_s=1e+300 must be at least 0 and 1e+12 at most" in capsys.readouterr().err
 
 
 def test_plans_cost_more_with_failures_and_larger_ones_the_most():

@@ -17,6 +17,8 @@ from jaxlamina.options import KV_RETURN_GB_S, NOTICE_S, START_S
 from jaxlamina.planner import roofline
 from jaxlamina.planner.costs import Deployment
 
+MOST_S = 1e12  # of any time, which is femtoseconds for the simulator
+
 
 @dataclass(frozen=True)
 class FailureRate:
@@ -35,30 +37,34 @@ class FailureRate:
 
     def __post_init__(self) -> None:
         for name in ("mtbf_hours", "kv_gb_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name):g} must be finite and above 0")
+            if not 0 < getattr(self, name) <= MOST_S / 3600:
+                raise UserError(
+                    f"{name}={getattr(self, name):g} must be above 0 and {MOST_S / 3600:.0e} at most"
+                )
         for name in ("notice_s", "start_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name):g} must be finite and at least 0")
+            if not 0 <= getattr(self, name) <= MOST_S:
+                raise UserError(f"{name}={getattr(self, name):g} must be at least 0 and {MOST_S:.0e} at most")
 
     @property
     def downtime_s(self) -> float:
         """From a failure until the job is ready, without KV."""
         return self.notice_s + self.start_s
 
-    def every_s(self, n_devices: int) -> float:
-        """Mean time between failures of a job. ``UserError`` where it would hardly ever be ready."""
-        found = 3600 * self.mtbf_hours / n_devices
-        if found <= self.downtime_s:
+    def every_s(self, n_devices: int, return_s: float = 0.0) -> float:
+        """Mean time between failures of a job. ``return_s``: until its KV is back after one. ``UserError``
+        where it would hardly ever write."""
+        found, recovery_s = 3600 * self.mtbf_hours / n_devices, self.downtime_s + return_s
+        if found <= recovery_s:
+            kv = f" with KV at kv_return_gb_s={self.kv_gb_s:g}" if return_s else ""
             raise UserError(
                 f"mtbf_hours={self.mtbf_hours:g}: a job of {n_devices} device{'s' if n_devices > 1 else ''} "
-                f"fails every {found:.3g} s, and starts again in {self.downtime_s:g} s: take a longer one"
+                f"fails every {found:.3g} s, and starts again{kv} in {recovery_s:.3g} s: take a longer one"
             )
         return found
 
-    def times(self, n_devices: int) -> Iterator[tuple[float, int]]:
-        """Without end: (seconds, which device) of each failure, in order."""
-        drawn, at_s, every_s = random.Random(self.seed), 0.0, self.every_s(n_devices)
+    def times(self, n_devices: int, return_s: float = 0.0) -> Iterator[tuple[float, int]]:
+        """Without end: (seconds, which device) of each failure, in order. ``return_s``: as of `every_s`."""
+        drawn, at_s, every_s = random.Random(self.seed), 0.0, self.every_s(n_devices, return_s)
         while True:
             at_s += drawn.expovariate(1 / every_s)
             yield at_s, drawn.randrange(n_devices)
@@ -74,5 +80,6 @@ class FailureRate:
     def available(self, setup: Deployment, n_prefill: int, n_tokens: float) -> float:
         """The share of time in which a job with so many stored tokens writes: it does if there was no failure
         for as long as a recovery takes, which is e^(-recovery / time between failures)."""
-        every_s = self.every_s(setup.n_model + setup.n_attention + n_prefill)
-        return math.exp(-(self.downtime_s + self.return_s(setup, n_tokens)) / every_s)
+        return_s = self.return_s(setup, n_tokens)
+        every_s = self.every_s(setup.n_model + setup.n_attention + n_prefill, return_s)
+        return math.exp(-(self.downtime_s + return_s) / every_s)

@@ -15,7 +15,7 @@ import heapq
 import math
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
@@ -34,7 +34,7 @@ from jaxlamina.kv.kept import EVERY_STEPS
 from jaxlamina.options import DEFAULT_SEQS, EngineOptions, definitions
 from jaxlamina.planner import costs
 from jaxlamina.planner.costs import Deployment, StepCost
-from jaxlamina.planner.failures import FailureRate
+from jaxlamina.planner.failures import MOST_S, FailureRate
 from jaxlamina.planner.traces import Trace
 from jaxlamina.process import garbage
 from jaxlamina.simulator.results import OverTime, SimulatedRun
@@ -132,8 +132,10 @@ def _checked(failure: Failure, setup: Deployment) -> Failure:
     if failure.pool == "attention" and not setup.is_split:
         raise UserError("a setup without attention workers has no failure of one: say model")
     for name in ("at_s", "downtime_s"):
-        if not 0 <= getattr(failure, name) < math.inf:
-            raise UserError(f"a failure's {name}={getattr(failure, name):g} must be finite and at least 0")
+        if not 0 <= getattr(failure, name) <= MOST_S:
+            raise UserError(
+                f"a failure's {name}={getattr(failure, name):g} must be at least 0 and {MOST_S:.0e} at most"
+            )
     return failure
 
 
@@ -206,8 +208,6 @@ class _Simulation:
         self._n_ended, self._n_preemptions, self._n_prompt_steps = 0, 0, 0
         self._prefill_fs = self._down_fs = self._return_fs = self._n_failures = 0
         self._host_fs, self._waited_fs = round(FS * self.policy.host_s), 0
-        n_devices = self.setup.n_model + self.setup.n_attention
-        self._random = None if self.rate is None else self.rate.times(n_devices)
         self._mixed: list[StepCost] = []
         buckets = self.policy.buckets
         self._times = ModelledTimes(self.setup, () if buckets is None else buckets.batch)
@@ -229,6 +229,7 @@ class _Simulation:
         self._ahead: _Launched | None = None
         self._over_time = array("d"), array("q"), array("q"), array("q")
         self.n_slots = self._slots()
+        self._random = self._random_failures()
         self._start()
 
     def _slots(self) -> int:
@@ -247,6 +248,13 @@ class _Simulation:
                 f"output {out:,}), the pool has {n:,}: leave it out, or take more or larger devices"
             )
         return n
+
+    def _random_failures(self) -> Iterator[tuple[float, int]] | None:
+        """``UserError`` where full slots would hardly ever be back before the next one."""
+        if self.rate is None:
+            return None
+        return_s = self.rate.return_s(self.setup, self.n_slots) if self.policy.kept_kv else 0.0
+        return self.rate.times(self.setup.n_model + self.setup.n_attention, return_s)
 
     def _max_tokens(self, n_output: int) -> int:
         """What a request of so many asks for."""
