@@ -81,6 +81,14 @@ def test_the_table_has_both_and_says_what_is_left_out(
     assert "TTFT p50" in out and "–" in out and "TPOT mean" not in out and "left out" not in out
 
 
+@pytest.mark.parametrize("how", [("--speedup", "2"), ("--hours", "0.001")])
+def test_another_load_is_not_beside_what_was_measured(tmp_path: Path, capsys: Any, how: tuple[str]) -> None:
+    assert main(["simulate", "--trace", str(written(tmp_path)), *how]) == 0
+    out, err = capsys.readouterr()
+    assert "not beside what was measured: with --hours or --speedup it is another load" in err
+    assert "measured   simulated" not in out
+
+
 def test_an_error_is_beside_a_number_that_is_not_0() -> None:
     assert Compared(2.0, 3.0).error == pytest.approx(0.5)
     assert Compared(0.0, 3.0).error is None and Compared(5e-324, 3.0).error is None

@@ -70,6 +70,7 @@ BY_COMMAND = {
     "--with-prefill": "what a plan counts, or what a bench computes",
     "--devices": "of a bench's process, or what there is to plan for",
     "--compute": "of a plan it may be left out",
+    "--as-run": "simulate is of what runs here, plan of what could",
     "--dop": "of a job, of several to compare, or 1,0 of a simulated unsplit model",
     "--tensor-parallel": "of a process's devices, or of simulated model workers",
     "--batches": "of a drawn schedule, or of a simulated setup, which has one unless it says more",

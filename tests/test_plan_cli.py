@@ -150,6 +150,9 @@ def test_two_devices_of_one_name_are_told_apart(capsys, tmp_path):
     other.write_text(own.read_text().replace("price_usd_h = ", "price_usd_h = 1", 1))
     assert main(["plan", "--compute", "h100", "--memory", str(other), "--budget", "45"]) == 2
     assert "describes another 'NVIDIA H100': give its file another name" in capsys.readouterr().err
+    other.write_text(own.read_text().replace('"NVIDIA H100"', '"NVIDIA\\nH100"', 1))
+    assert main(["plan", "--devices", f"{other}=1"]) == 2
+    assert r"name='NVIDIA\nH100' must be the device's name, in one line" in capsys.readouterr().err
     other.write_text(own.read_text())
     assert main(["plan", "--devices", f"h100=3,{other}=1"]) == 2
     assert "names NVIDIA H100 twice: say how many there are in all" in capsys.readouterr().err
@@ -265,6 +268,54 @@ def test_a_machine_without_accelerators_is_told_what_is_known(capsys, monkeypatc
     assert main(["plan"]) == 0
     assert capsys.readouterr().out.startswith("don't split (one device): this machine has no accelerator")
     assert plan(capsys)["reason"] == "one device"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--toml", "cluster.toml"],
+            "--toml is of a plan, and this machine has no accelerator to plan for: say",
+        ),
+        (["--what-if", "link", "link.svg"], "--what-if is of a plan"),
+        (["--pareto", "pareto.svg"], "--pareto is of a plan"),
+        (["--simulate"], "--simulate is of a plan"),
+        (["--model", "nonsense"], "no model shape 'nonsense'"),
+        (["--slo", "foo=3"], "must be tpot=MILLISECONDS"),
+        (["--price", "z=1"], "no device 'z'"),
+        (["--trace", "nope"], "no trace 'nope'"),
+        (["--context", "0"], "a mean context of 0 tokens"),
+        (["--link-us", "-1"], "--link-us -1 must be within"),
+        (["--mtbf-hours", "0"], "--mtbf-hours 0 must be above 0"),
+        (["--calibration", "none.json"], "cannot read none.json"),
+    ],
+)
+def test_a_machine_without_accelerators_refuses_what_has_no_effect(
+    capsys, monkeypatch, tmp_path, words, message
+):
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
+    machine(monkeypatch, "cpu", platform="cpu")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    [line] = err.splitlines()
+    assert message in line and not out and not list(tmp_path.iterdir())
+
+
+def test_a_hosts_worth_of_equal_devices_is_in_one_host(capsys):
+    within, of_two_kinds, of_two_hosts = (
+        plan(capsys, "--devices", devices)["notes"][1] for devices in ("h200=8", "h200=4,h20=4", "h200=9")
+    )
+    assert "within a host" in within and "NCCL" in of_two_kinds and "NCCL" in of_two_hosts
+
+
+def test_a_file_is_not_written_twice(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
+    path = tmp_path / "same.svg"
+    again = f"{tmp_path}/../{tmp_path.name}/same.svg"
+    assert main(["plan", *PAPER, "--what-if", "link", str(path), "--toml", again]) == 2
+    assert f"--what-if and --toml are both {again!r}: name two files" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_a_machine_with_gpus_is_planned_for(capsys, monkeypatch):

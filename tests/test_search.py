@@ -281,6 +281,13 @@ def test_every_plan_is_within_money_memory_and_slo(model, budget, slo, most_requ
         assert plan.tpot_p50_s <= plan.tpot_p99_s
 
 
+def test_as_many_copies_as_there_are_devices_are_a_plan():
+    h100 = inputs.device("h100")
+    limits = {"memory": None, "budget_usd_h": None, "counts": {h100.name: 200}, "most_requests": 4000}
+    asked = question("llama-3-8b", **limits)
+    assert max(plan.copies for plan in search(asked).whole if plan.setup.n_model == 1) == 200
+
+
 @settings(max_examples=3, deadline=None)
 @given(
     names, st.booleans(), st.sampled_from([None, 0.1]), st.lists(st.floats(0.3, 9), min_size=2, max_size=5)

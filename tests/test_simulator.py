@@ -7,6 +7,7 @@ import math
 import re
 from bisect import bisect_right
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -467,3 +468,60 @@ def test_prompts_that_take_no_time_are_all_there_after_one_step() -> None:
     policy = ServingPolicy(with_prefill=False, max_num_batched_tokens=None)
     assert len(set(simulate(UNSPLIT, trace, policy).first_s)) == 1
     assert len(set(simulate(UNSPLIT, trace, replace(policy, with_prefill=True)).first_s)) > 1
+
+
+def simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> dict[str, float]:
+    """As JSON, of sixteen short requests at once."""
+    trace = tmp_path / "sixteen.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + 16 * "2026-01-01 00:00:00,30,40\n")
+    assert main(["simulate", "--trace", str(trace), *words, "--json"]) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_device_that_is_said_twice_is_the_one_left_out(capsys, tmp_path):
+    """Short prompts go together where pools are in one host, and that they are does not depend on the option."""
+    alone, said = (
+        simulated(capsys, tmp_path, "--compute", "h200", "--dop", "1,2", *memory)
+        for memory in ((), ("--memory", "h200"))
+    )
+    assert said["n_prompt_steps"] == alone["n_prompt_steps"] < 16 and said["seconds"] == alone["seconds"]
+
+
+def test_more_devices_than_a_host_has_are_joined_by_a_network(capsys, tmp_path):
+    of_hosts = [
+        simulated(capsys, tmp_path, "--dop", f"1,{n}", "--partition", "tokens")["exchange_s"] for n in (7, 8)
+    ]
+    assert of_hosts[1] > 1.5 * of_hosts[0]
+
+
+def test_sums_are_those_of_xla_or_at_their_best(capsys, tmp_path):
+    words = ("--model", "LLaMA3-70B", "--dop", "4,0", "--tensor-parallel", "4")
+    as_run, at_best = (simulated(capsys, tmp_path, *words, *how)["decode_s"] for how in ((), ("--at-best",)))
+    assert as_run > 1.2 * at_best
+
+
+def test_staggered_batches_stay_on_their_copies_or_go_around(capsys, tmp_path):
+    """As many batches as copies are fixed ones' alone."""
+    words = ("--dop", "2,2", "--batches", "2")
+    assert simulated(capsys, tmp_path, *words, "--pipelining", "fixed")["n_decode_steps"]
+    assert main(["simulate", *words]) == 2
+    assert "2 staggered batches do not go over 2 replicas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dop", "2,0"], "has 2 copies of the model, and no attention workers that these could have in"),
+        (["--partition", "tokens"], "--partition is of attention workers, of which --dop says none"),
+        (["--memory", "h20"], "--memory is of attention workers"),
+        (["--link-gb-s", "3"], "--link-gb-s is of attention workers"),
+        (["--link-us", "3"], "--link-us is of attention workers"),
+        (["--batches", "2"], "--batches is of attention workers"),
+        (["--dop", "1,1", "--pipelining", "round"], "--pipelining round must be one of rotational, fixed"),
+    ],
+)
+def test_what_pools_cannot_be_is_one_line(capsys, words, message):
+    assert main(["simulate", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line

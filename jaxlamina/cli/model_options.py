@@ -96,10 +96,21 @@ MemoryDevice = Annotated[
 ]
 LinkGbS = Annotated[
     float | None,
-    typer.Option("--link-gb-s", help="Between the pools, one way. Default: NCCL's share of it."),
+    typer.Option(
+        "--link-gb-s",
+        help="Between the pools, one way. Default: up to 8 devices of one kind are in one host, as "
+        "calibrated; others have NCCL's share of the network.",
+    ),
 ]
 LinkUs = Annotated[
     float | None, typer.Option("--link-us", help="An empty message between the pools, one way.")
+]
+AsRun = Annotated[
+    bool,
+    typer.Option(
+        "--as-run/--at-best",
+        help="How devices that share out an unsplit model sum: as it runs here, by XLA, or at their best.",
+    ),
 ]
 MtbfHours = Annotated[
     float | None,

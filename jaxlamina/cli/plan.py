@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,6 @@ from jaxlamina.options import KV_RETURN_GB_S, NOTICE_S, START_S
 
 if TYPE_CHECKING:
     from jaxlamina.planner.calibration import DeviceCalibration
-    from jaxlamina.planner.costs import LinkTerms
     from jaxlamina.planner.question import Device, Question
     from jaxlamina.planner.reasons import Verdict
     from jaxlamina.planner.search import FoundPlans, PoolPlan
@@ -71,14 +70,7 @@ def plan(
     with_prefill: Annotated[
         bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
     ] = False,
-    as_run: Annotated[
-        bool,
-        typer.Option(
-            "--as-run",
-            help="Price what devices share out unsplit as it runs here, by XLA's sums. Default: by sums at "
-            "their best.",
-        ),
-    ] = False,
+    as_run: model_options.AsRun = False,
     mtbf_hours: model_options.MtbfHours = None,
     notice_s: model_options.NoticeS = NOTICE_S,
     start_s: model_options.StartS = START_S,
@@ -114,10 +106,12 @@ def plan(
     """Say whether to split, and how: pools, parallelism, partition, batch, and what they give beside unsplit
     devices. Without options it plans for this machine."""
     from jaxlamina.console.figures import check_figure
-    from jaxlamina.console.outputs import check_output
+    from jaxlamina.console.outputs import check_apart, check_output
+    from jaxlamina.models.config_files import model_config
     from jaxlamina.planner import inputs, sweeps
     from jaxlamina.planner.calibration import DeviceCalibration
     from jaxlamina.planner.failures import FailureRate
+    from jaxlamina.planner.question import Question
 
     check_figure(pareto, "--pareto")
     if what_if is not None:
@@ -125,6 +119,7 @@ def plan(
             raise UserError(f"--what-if {what_if[0]!r} must be one of {', '.join(sweeps.VARIABLES)}")
         check_figure(what_if[1], "--what-if")
     check_output(toml, "--toml")
+    check_apart({"--what-if": what_if and what_if[1], "--pareto": pareto, "--toml": toml})
     if budget is not None and not 0 < budget <= 1e6:
         raise UserError(f"--budget {budget:g} must be dollars an hour, above 0 and up to 1,000,000")
     if memory is not None and compute is None:
@@ -135,23 +130,41 @@ def plan(
         raise UserError("say --budget, dollars an hour; or what there is, by --devices")
     if compute is None and budget is not None and devices is None:
         raise UserError("--budget needs --compute and --memory, what it is to be spent on")
-    same_host = compute is None and devices is None
-    if same_host:
-        devices = _of_this_machine(as_json)
-        if devices is None:
-            return
+    # What is wrong whatever there is to plan for is said before devices are looked at.
     name = inputs.model_name(model)
+    config, work = model_config(name), inputs.workload(trace, context)
+    slo_s = None if slo is None else inputs.slo_s(slo)
     given = inputs.prices(price or [])
     own = None if calibration is None else DeviceCalibration.load(calibration)
+    inputs.check_link(link_gb_s, link_us)
+    failures = None if mtbf_hours is None else FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s)
+    is_here = compute is None and devices is None
+    if is_here:
+        of_a_plan = {"--toml": toml, "--what-if": what_if, "--pareto": pareto, "--simulate": simulate or None}
+        asked = [option for option, value in of_a_plan.items() if value is not None]
+        devices = _of_this_machine(asked, as_json)
+        if devices is None:
+            return
     pools = _pools(compute, memory, devices, _Known(given, own))
     both = pools.compute, pools.memory or pools.compute
-    linked = inputs.link_between(*both, link_gb_s, link_us, same_host)
-    question = _question(
-        name, inputs.workload(trace, context), pools, linked.link, budget, slo, batch, with_prefill
+    same_host = is_here or (
+        pools.counts is not None and inputs.in_one_host(*both, sum(pools.counts.values()))
     )
-    question = replace(question, as_run=as_run)
-    if mtbf_hours is not None:
-        question = replace(question, failures=FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s))
+    linked = inputs.link_between(*both, link_gb_s, link_us, same_host)
+    question = Question(
+        config,
+        work,
+        pools.compute,
+        pools.memory,
+        linked.link,
+        budget_usd_h=budget,
+        counts=pools.counts,
+        slo_s=slo_s,
+        most_requests=batch,
+        with_prefill=with_prefill,
+        failures=failures,
+        as_run=as_run,
+    )
     notes = [inputs.terms_note(*both), linked.note]
     _answer(question, _Asked(name, what_if, pareto, toml, trace if simulate else None, as_json), notes)
 
@@ -218,36 +231,9 @@ def _pools(compute: str | None, memory: str | None, devices: str | None, known: 
     return _Pools(found[0][0], None if alone else found[-1][0], by_name)
 
 
-def _question(
-    model: str,
-    workload: Any,
-    pools: _Pools,
-    link: LinkTerms,
-    budget: float | None,
-    slo: str | None,
-    batch: int | None,
-    with_prefill: bool,
-) -> Question:
-    from jaxlamina.models.config_files import model_config
-    from jaxlamina.planner import inputs
-    from jaxlamina.planner.question import Question
-
-    return Question(
-        model_config(model),
-        workload,
-        pools.compute,
-        pools.memory,
-        link,
-        budget_usd_h=budget,
-        counts=pools.counts,
-        slo_s=None if slo is None else inputs.slo_s(slo),
-        most_requests=batch,
-        with_prefill=with_prefill,
-    )
-
-
-def _of_this_machine(as_json: bool) -> str | None:
-    """As --devices would say it; None where there is nothing to search, which is said."""
+def _of_this_machine(asked: Sequence[str], as_json: bool) -> str | None:
+    """As --devices would say it; None where there is nothing to search, which is said. ``asked``: options
+    that are of a plan."""
     from jaxlamina.cli import examine
     from jaxlamina.planner import inputs
 
@@ -256,9 +242,14 @@ def _of_this_machine(as_json: bool) -> str | None:
         raise UserError(f"JAX cannot start ({trouble}): say --devices, or run: jaxlamina doctor")
     kinds = [one["kind"] for one in found if one["platform"] != "cpu"]
     if not kinds:
+        name_them = "say --compute, --memory and --budget, or --devices"
+        if asked:
+            raise UserError(
+                f"{asked[0]} is of a plan, and this machine has no accelerator to plan for: {name_them}"
+            )
         line = (
             "don't split (one device): this machine has no accelerator, and both pools would be the same "
-            "cores and the same memory; for other machines say --compute, --memory and --budget, or --devices"
+            f"cores and the same memory; for other machines {name_them}"
         )
         print(json.dumps({"splits": False, "reason": "one device", "line": line}) if as_json else line)
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +28,17 @@ from jaxlamina.options import (
 # loads and hosts are within 10 % by it (docs/benchmarks.md).
 _HOST_MS = 5.1
 
+_PIPELINING = ("rotational", "fixed")
+_OF_ATTENTION_WORKERS = (
+    "memory",
+    "partition",
+    "local_share",
+    "batches",
+    "pipelining",
+    "link_gb_s",
+    "link_us",
+)
+
 if TYPE_CHECKING:
     from jaxlamina.planner.costs import Deployment
     from jaxlamina.planner.traces import Trace
@@ -34,6 +46,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help="A name in configs/models, or a .toml or config.json file.")
     ] = "llama-3-8b",
@@ -57,6 +70,14 @@ def simulate(
         float, typer.Option("--local-share", help="Share of the KV that model workers keep, from 0 to 1.")
     ] = 0.0,
     batches: Annotated[int, typer.Option(min=1, max=32, help="Staggered batches of a step.")] = 1,
+    pipelining: Annotated[
+        str,
+        typer.Option(
+            help="Over several copies of the model staggered batches go around (rotational; one more than "
+            "copies), or each stays on its copy (fixed)."
+        ),
+    ] = "rotational",
+    as_run: model_options.AsRun = True,
     link_gb_s: model_options.LinkGbS = None,
     link_us: model_options.LinkUs = None,
     max_num_seqs: model_options.MaxNumSeqs = None,
@@ -111,22 +132,32 @@ def simulate(
     from jaxlamina.planner.failures import FailureRate
     from jaxlamina.planner.traces import AnsweredTrace
 
+    pools = model_options.parsed_dop(dop, least_attention=0)
+    if not pools[1]:
+        why = "is of attention workers, of which --dop says none: leave it out"
+        model_options.refuse_given(context, why, *_OF_ATTENTION_WORKERS)
     setup = _setup(
         model,
         compute,
         memory,
-        model_options.parsed_dop(dop, least_attention=0),
+        pools,
         tensor_parallel,
         partition,
         local_share,
         batches,
+        pipelining,
+        as_run,
         link_gb_s,
         link_us,
     )
     load = _load(trace, hours, speedup)
     answered = load if isinstance(load, AnsweredTrace) else None
+    if answered is None and Path(trace).suffix == ".json":
+        note = "not beside what was measured: with --hours or --speedup it is another load"
+        Console(stderr=True).print(note, style="yellow", highlight=False, soft_wrap=True)
     if prompt_batch_tokens is None:
-        by_memory = memory is link_gb_s is link_us is None and partition == "heads" and setup.n_model == 1
+        in_host = link_gb_s is link_us is None and setup.memory == setup.compute
+        by_memory = in_host and partition == "heads" and setup.n_model == 1
         prompt_batch_tokens = PROMPT_BATCH_TOKENS if by_memory or not setup.is_split else 0
     policy = simulator.ServingPolicy(
         scheduling_policy=scheduling_policy or FIRST_COME,
@@ -167,6 +198,8 @@ def _setup(
     partition: str,
     local_share: float,
     batches: int,
+    pipelining: str,
+    as_run: bool,
     link_gb_s: float | None,
     link_us: float | None,
 ) -> Deployment:
@@ -179,18 +212,21 @@ def _setup(
         raise UserError(f"{partition=} must be one of {', '.join(PARTITIONS)}")
     if not 0 <= local_share <= 1:
         raise UserError(f"{local_share=} must be from 0 to 1")
-    config, of_compute = model_config(model), inputs.device(compute)
+    if pipelining not in _PIPELINING:
+        raise UserError(f"{pipelining=} must be one of {', '.join(_PIPELINING)}")
+    config, of_compute = model_config(inputs.model_name(model)), inputs.device(compute)
     n_model, n_attention = dop
-    sums = of_compute.in_host if n_attention else of_compute.in_process
+    sums = of_compute.in_host if n_attention else of_compute.sums(as_run)
     of_shards = {"tensor_parallel": tensor_parallel, "model_link": sums}
     if not n_attention:
-        if memory is not None or local_share or batches > 1:
+        if n_model > tensor_parallel == 1:
             raise UserError(
-                "--dop says no attention workers: leave out --memory, --local-share and --batches"
+                f"--dop {n_model},0 has {n_model} copies of the model, and no attention workers that these "
+                f"could have in common: take --tensor-parallel {n_model}, or --dop 1,0 for one of them"
             )
         return Deployment(config, of_compute.terms, n_model=n_model, **of_shards)  # type: ignore[arg-type]
     of_memory = inputs.device(memory or compute)
-    same_host = memory is None or of_memory.name == of_compute.name
+    same_host = inputs.in_one_host(of_compute, of_memory, n_model + n_attention)
     linked = inputs.link_between(of_compute, of_memory, link_gb_s, link_us, same_host)
     return Deployment(
         config,
@@ -202,6 +238,7 @@ def _setup(
         partition=partition,  # type: ignore[arg-type]
         local_share=local_share,
         n_batches=batches,
+        mode=pipelining,  # type: ignore[arg-type]
         **of_shards,  # type: ignore[arg-type]
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxlamina.errors import UserError
@@ -19,3 +20,11 @@ def check_output(path: Path | None, option: str) -> None:
         raise UserError(f"{option} {str(path)!r}: there is no such folder; make it first")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UserError(f"{option} {str(path)!r} may not be written: name another file")
+
+
+def check_apart(paths: Mapping[str, Path | None]) -> None:
+    """``UserError`` where two options, by name, write the same file."""
+    known: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is not None and (other := known.setdefault(path.resolve(), option)) != option:
+            raise UserError(f"{other} and {option} are both {str(path)!r}: name two files")

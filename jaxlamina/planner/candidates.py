@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from jaxlamina.planner.costs import Deployment
 from jaxlamina.planner.hardware import GIB
-from jaxlamina.planner.question import Device, Question, unsplit
+from jaxlamina.planner.question import MOST_IN_HOST, Device, Question, unsplit
 from jaxlamina.planner.roofline import shared_out_evenly
 
 SHARE_OF_MEMORY = 0.9
-_MOST_SHARDS = 8  # devices of one host, between which products are summed
 _POOLS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)  # attention workers of one instance
 _SHARES = tuple(n / 20 for n in range(1, 20))
 _PREFILL_WORKERS = (1, 2, 3, 4, 6, 8)
@@ -33,7 +32,7 @@ def _fits(question: Question, device: Device, n_shards: int) -> bool:
 def _shards(question: Question, device: Device) -> Iterator[int]:
     """Over how many devices a copy of the weights may be shared out: those that its sizes divide by, and
     over several only where it is known what joins them."""
-    for n in range(1, (1 if device.in_host is None else _MOST_SHARDS) + 1):
+    for n in range(1, (1 if device.in_host is None else MOST_IN_HOST) + 1):
         if shared_out_evenly(question.config, n) and _fits(question, device, n):
             yield n
 
@@ -51,8 +50,7 @@ def split_over(question: Question, a: int, b: int, n_shards: int) -> Deployment:
 def whole_setups(question: Question) -> Iterator[Deployment]:
     for device in question.devices:
         for n in _shards(question, device):
-            sums = device.in_process if question.as_run else None
-            setup = unsplit(question.config, device.terms, sums or device.in_host, n)
+            setup = unsplit(question.config, device.terms, device.sums(question.as_run), n)
             if most_copies(question, setup):
                 yield setup
 
@@ -152,7 +150,8 @@ def copies_of(question: Question, setup: Deployment, n_prefill: int) -> tuple[in
     if not most:
         return ()
     # As many as there can be, unless a limited number of requests may not fill them.
-    return (most,) if question.most_requests is None else tuple(range(1, min(most, 64) + 1))
+    fewer = () if question.most_requests is None else range(1, min(most, 65))
+    return (*fewer, most)
 
 
 def prefill_workers(question: Question, setup: Deployment) -> tuple[int, ...]:
@@ -171,7 +170,7 @@ def why_nothing_fits(question: Question) -> str:
         if n is None and device.in_host is None:
             needs.append(f"{device.name} with a known link between them (chip_link_gb_s)")
         elif n is None:
-            needs.append(f"more than {_MOST_SHARDS} × {device.name}")
+            needs.append(f"more than {MOST_IN_HOST} × {device.name}")
         elif device.usd_h is None:
             needs.append(f"{n} × {device.name}")
         else:

@@ -56,8 +56,8 @@ class Hardware:
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.strip():
-            raise UserError(f"name={self.name!r} must be the device's name")
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise UserError(f"name={self.name!r} must be the device's name, in one line")
         if not isinstance(self.source, Mapping) or not all(
             isinstance(text, str) for text in self.source.values()
         ):

@@ -17,7 +17,7 @@ from jaxlamina.planner import calibration, traces
 from jaxlamina.planner.calibration import DeviceCalibration
 from jaxlamina.planner.costs import LinkTerms
 from jaxlamina.planner.hardware import Hardware, hardware_names
-from jaxlamina.planner.question import Device
+from jaxlamina.planner.question import MOST_IN_HOST, Device
 from jaxlamina.planner.workload import Workload
 
 # Between hosts, one way: NCCL over RoCE of 400 Gbit/s, 66.6 µs there and back and 35.5 GB/s (Lamina 2025,
@@ -47,6 +47,12 @@ def terms_note(*devices: Device) -> str:
     return "; ".join(dict.fromkeys(device.origin for device in devices))
 
 
+def in_one_host(one: Device, other: Device, n: int) -> bool:
+    """Whether so many devices together are taken to be in one host, where nobody says so: if they are of one
+    kind, and no more than a host has."""
+    return one.name == other.name and n <= MOST_IN_HOST
+
+
 def link_between(
     one: Device,
     other: Device,
@@ -66,10 +72,7 @@ def link_between(
         missing = [h.name for h in hardware if not h.network_gbit_s]
         assumed = f"; {' and '.join(dict.fromkeys(missing))}: {gbit_s:g} Gbit/s is assumed" if missing else ""
         note = f"NCCL on a network of {gbit_s:g} Gbit/s, as Lamina 2025 (§6.3) measured it{assumed}"
-    if gb_s is not None and not 1e-3 <= gb_s <= 1e6:
-        raise UserError(f"link_gb_s={gb_s:g} must be within 0.001 … 1,000,000")
-    if us is not None and not 0 <= us <= 1e6:
-        raise UserError(f"link_us={us:g} must be within 0 … 1,000,000")
+    check_link(gb_s, us)
     link = found._replace(
         fixed_s=found.fixed_s if us is None else us / 1e6,
         bytes_s=found.bytes_s if gb_s is None else gb_s * 1e9,
@@ -79,6 +82,14 @@ def link_between(
     return Linked(
         link, f"link of {link.bytes_s / 1e9:.1f} GB/s, {1e6 * link.fixed_s:.1f} µs a message: {note}"
     )
+
+
+def check_link(gb_s: float | None, us: float | None) -> None:
+    """``UserError`` for what no link has."""
+    if gb_s is not None and not 1e-3 <= gb_s <= 1e6:
+        raise UserError(f"link_gb_s={gb_s:g} must be within 0.001 … 1,000,000")
+    if us is not None and not 0 <= us <= 1e6:
+        raise UserError(f"link_us={us:g} must be within 0 … 1,000,000")
 
 
 def model_name(name: str) -> str:
@@ -106,9 +117,14 @@ def slo_s(text: str) -> float:
     name, _, value = text.partition("=")
     if name.strip() != "tpot":
         raise UserError(f"--slo {text!r} must be tpot=MILLISECONDS, such as tpot=100; nothing else is known")
-    number = _number(value)
+    return tpot_s(value, f"--slo {text!r}")
+
+
+def tpot_s(text: str, said: str) -> float:
+    """Of milliseconds; ``said``: as a user wrote them, for an error."""
+    number = _number(text)
     if number is None:
-        raise UserError(f"--slo {text!r}: {value!r} must be a number of milliseconds above 0")
+        raise UserError(f"{said}: {text!r} must be a number of milliseconds above 0")
     return number / 1e3
 
 

@@ -17,6 +17,8 @@ from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, prefill_s
 from jaxlamina.planner.failures import FailureRate
 from jaxlamina.planner.workload import Workload
 
+MOST_IN_HOST = 8  # devices, between which products are summed
+
 
 @dataclass(frozen=True)
 class Device:
@@ -33,6 +35,10 @@ class Device:
     @property
     def name(self) -> str:
         return self.terms.hardware.name
+
+    def sums(self, as_run: bool) -> LinkTerms | None:
+        """By which several share out an unsplit model: as this runtime has XLA sum, or at their best."""
+        return (self.in_process if as_run else None) or self.in_host
 
 
 @dataclass(frozen=True)
