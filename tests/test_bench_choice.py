@@ -177,7 +177,10 @@ def test_what_a_late_job_has_not_come_to_is_left_out(monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_asked_is_refused_in_a_line() -> None:
     assert "of one kind" in refused("choice", "--devices", "h200=2,h20=2")
     assert "nothing to choose" in refused("choice", "--devices", "h200=1")
-    assert "tpot=" in refused("choice", "--devices", "h200=2", "--slos", "fast")
+    said = refused("choice", "--devices", "h200=2", "--slos", "none,fast")
+    assert "--slos none,fast: 'fast' must be a number of milliseconds above 0" in said
+    layers = refused("choice", "--devices", "h200=2", "--layers", "40")
+    assert "--layers 40: llama-3-8b has 32; say that or fewer" in layers
 
 
 def test_of_tensor_parallelism_both_ways_are_shown_and_the_faster_counts(

@@ -110,7 +110,7 @@ def _questions(
     one = inputs.device(name, given=given)
     link = inputs.link_between(one, one, same_host=True).link
     limits = {
-        text.strip(): None if text.strip() == _NO_SLO else inputs.slo_s(f"tpot={text}")
+        text.strip(): None if text.strip() == _NO_SLO else inputs.tpot_s(text.strip(), f"--slos {slo}")
         for text in slo.split(",")
     }
     found = {}

@@ -66,4 +66,6 @@ def shape_of(config: str, layers: int | None) -> Any:
             raise UserError("--layers is for shapes: a model of yours has the layers that it is built with")
         return find(config)
     shape = model_config(config)
+    if layers is not None and layers > shape.num_hidden_layers:
+        raise UserError(f"--layers {layers}: {config} has {shape.num_hidden_layers}; say that or fewer")
     return shape if layers is None else shape.with_layers(layers)

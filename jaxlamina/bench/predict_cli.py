@@ -54,7 +54,8 @@ def predict_command(
 ) -> None:
     """Compare the planner's predictions with all decode steps that were measured on GPUs and are in the docs.
 
-    Nothing is measured, and no device is needed. A third of the points calibrated the terms."""
+    Nothing is measured, and no device is needed. Some of the points calibrated the terms: tables
+    say which, and how many."""
     from jaxlamina.bench import machine
     from jaxlamina.planner import prediction
     from jaxlamina.planner.points import measured
