@@ -8,6 +8,7 @@ keeping parameters; nothing of how a model is cut or run.
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,15 +57,19 @@ class FlaxModel(HasModel):
                 "FlaxModel's first argument must be a function of (params, tokens, positions), not "
                 f"{fn!r:.60}"
             )
-        for size, value in (("vocab_size", vocab_size), ("max_model_len", max_model_len)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        sizes: tuple[tuple[str, Any], ...] = ("vocab_size", vocab_size), ("max_model_len", max_model_len)
+        for size, value in sizes:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 2:
                 raise UserError(f"{size}={value!r} must be an integer of at least 2")
+        given: Any = eos_token_ids
+        if not isinstance(given, Iterable) or not all(_is_token(x, vocab_size) for x in given):
+            raise UserError(f"eos_token_ids={given!r} must be a list of token ids below {vocab_size}")
         leaves, tree = tree_util.tree_flatten(params)
         if not any(_is_weight(x) for x in leaves):
             raise UserError("FlaxModel's params hold no floating-point array: give the weights that fn reads")
         self.name = name or getattr(fn, "__qualname__", None) or type(fn).__name__
         self._fn, self._leaves, self._tree = fn, leaves, tree
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.vocab_size, self.max_model_len = int(vocab_size), int(max_model_len)
         self._tokenizer = _opened(tokenizer, eos_token_ids)
         own = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *own]))
@@ -192,6 +197,10 @@ class FlaxModel(HasModel):
                 "or its positions are not what they seem: FlaxModel.found.sites says how it was read"
             )
         return difference
+
+
+def _is_token(x: object, vocab_size: int) -> bool:
+    return isinstance(x, numbers.Integral) and 0 <= int(x) < vocab_size
 
 
 def _is_weight(x: Any) -> bool:

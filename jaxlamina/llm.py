@@ -10,8 +10,9 @@ import difflib
 import inspect
 import logging
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -160,6 +161,7 @@ class LLM:
         )
         self.engine.admission.longer = self._longer(length)
         self._come: dict[str, deque[TokenEvent]] = {}  # of whom each request is, not looked at yet
+        self._turn = threading.RLock()  # to touch the engine
         self._like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         self._of_weights, self._of_scales = "", calibration.digest()
         self._kept_as: tuple[str | None, int | str | None] = None, None
@@ -237,10 +239,11 @@ class LLM:
 
     def put_weights(self, loaded: LoadedWeights, *, keep_kv: bool = False) -> None:
         """As `update_weights`, of what `load_weights` gave. Between two steps."""
-        self.engine.put_weights(loaded.params, keep_kv=keep_kv)
-        self._of_weights = loaded.fingerprint
-        if self.options.keeps_kv and not keep_kv:
-            self.keep_kv(*self._kept_as)
+        with self._turn:
+            self.engine.put_weights(loaded.params, keep_kv=keep_kv)
+            self._of_weights = loaded.fingerprint
+            if self.options.keeps_kv and not keep_kv:
+                self.keep_kv(*self._kept_as)
 
     def generate(
         self,
@@ -265,8 +268,11 @@ class LLM:
         """
         prompts = _list_of(prompts)
         params = _one_each(sampling_params, len(prompts))
-        if priority is not None and len(priority) != len(prompts):
-            raise UserError(f"{len(priority)} priorities for {len(prompts)} prompts: give one each")
+        if isinstance(priority, int) or (priority is not None and len(priority) != len(prompts)):
+            n = 1 if isinstance(priority, int) else len(priority)
+            raise UserError(
+                f"priority={priority!r:.60}: {n} for {len(prompts)} prompts; give a list, one each"
+            )
         if on_token is not None and not callable(use_tqdm):
             use_tqdm = False
         with (
@@ -320,6 +326,7 @@ class LLM:
             raise UserError(
                 f"n={sampling_params.n} texts cannot be streamed as one: use generate with on_token"
             )
+        self._tokenizer_for("stream, which gives text,")
         pieces = self._pieces(prompt, _one_each(sampling_params, 1))
         next(pieces)  # queues the request
         return pieces
@@ -399,7 +406,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes: the next prompt is computed from its first token on."""
-        self.engine.reset_prefix_cache()
+        with self._turn:
+            self.engine.reset_prefix_cache()
 
     @contextmanager
     def _queued(
@@ -415,31 +423,34 @@ class LLM:
         try:
             for prompt, p, priority in zip(prompts, params, priorities or [0] * len(prompts), strict=True):
                 text, tokens = self._tokens(prompt)
-                ids.append(self.engine.add_request(tokens, p, text, priority=priority))
-                self._come[ids[-1]] = come
+                with self._turn:
+                    ids.append(self.engine.add_request(tokens, p, text, priority=priority))
+                    self._come[ids[-1]] = come
             yield ids, self._events(come)
         finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
-                del self._come[request_id]
+            with self._turn:
+                for request_id in ids:
+                    self.engine.abort(request_id)
+                    del self._come[request_id]
 
     def _events(self, come: deque[TokenEvent]) -> Iterator[TokenEvent]:
         """Those of ``come``, of which each step adds some. It adds others' to theirs: several texts may be
-        streamed at once, by turns."""
+        streamed at once, by turns or by threads."""
         while True:
             while come:
                 event = come.popleft()
                 if event.error is not None:
                     raise event.error
                 yield event
-            for event in self.engine.step():
-                if event.request_id in self._come:
-                    self._come[event.request_id].append(event)
+            with self._turn:
+                for event in () if come else self.engine.step():
+                    if event.request_id in self._come:
+                        self._come[event.request_id].append(event)
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    def _tokens(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
             return prompt, self._tokenizer_for("a text prompt").encode(prompt)
-        if isinstance(prompt, list | tuple | np.ndarray):
+        if isinstance(prompt, list | tuple) or hasattr(prompt, "__array__"):
             return None, prompt  # the engine looks at each token id
         if not isinstance(prompt, Mapping) or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise UserError(
@@ -521,6 +532,10 @@ def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Each prompt; a flat list of token ids is one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if hasattr(prompts, "__array__"):
+        prompts = np.asarray(prompts).tolist()
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts must be a prompt or a list of them, not {prompts!r:.80}")
     given: list[Any] = list(prompts)
     is_flat = bool(given) and isinstance(given[0], int | np.integer)
     return [given] if is_flat else given
@@ -538,6 +553,8 @@ def _checked(options: Mapping[str, Any]) -> LLMOptions:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise UserError(f"sampling_params must be a SamplingParams, or a list of them, not {params!r:.80}")
     if len(params) != n:
         raise UserError(f"{len(params)} sampling parameters for {n} prompts: give one for all or one each")
     return params

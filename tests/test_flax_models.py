@@ -166,6 +166,8 @@ def test_from_nnx_takes_the_module():
         ({"params": {"n": np.arange(3)}}, "params hold no floating-point array"),
         ({"fn": 3}, "first argument must be a function"),
         ({"tokenizer": "/nowhere"}, "must be a folder with a tokenizer.json"),
+        ({"eos_token_ids": 2}, "eos_token_ids=2 must be a list of token ids below 50"),
+        ({"eos_token_ids": [50]}, "must be a list of token ids below 50"),
     ],
 )
 def test_wrong_arguments_are_told(arguments: dict[str, Any], says: str):
@@ -173,6 +175,17 @@ def test_wrong_arguments_are_told(arguments: dict[str, Any], says: str):
     given = {"fn": fn, "params": params, "vocab_size": 50, "max_model_len": 64} | arguments
     with pytest.raises(UserError, match=says):
         FlaxModel(**given)
+
+
+def test_sizes_of_numpy_and_what_is_no_model_by_itself():
+    fn, params = nnx_mha.build()
+    model = FlaxModel(
+        fn, params, vocab_size=np.int64(50), max_model_len=np.int32(64), eos_token_ids=np.array([3])
+    )
+    assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (50, 64, (3,))
+    for wrong in (fn, None, nnx.Linear(2, 2, rngs=nnx.Rngs(0))):
+        with pytest.raises(UserError, match="is no model by itself: .* FlaxModel.from_nnx"):
+            LLM(wrong)
 
 
 def test_a_model_that_is_not_the_same_cut_is_not_served(monkeypatch: pytest.MonkeyPatch):

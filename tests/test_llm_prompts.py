@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_examples import tiny_words_folder
@@ -54,11 +57,57 @@ def test_bare_token_ids_are_prompts(llm: LLM):
         outputs = llm.generate(prompts, GREEDY)
         assert [out.token_ids for out in outputs] == want
         assert outputs[1].prompt is None and list(outputs[1].prompt_token_ids) == [4, 5]
-    for prompt in ([1, 2, 3], (1, 2, 3), np.array([1, 2, 3], np.int32)):
-        assert [out.token_ids for out in llm.generate(prompt, GREEDY)] == want[:1]
+    for prompt in ([1, 2, 3], (1, 2, 3), np.array([1, 2, 3], np.int32), jnp.array([1, 2, 3])):
+        for given in (prompt, {"prompt_token_ids": prompt}):
+            assert [out.token_ids for out in llm.generate(given, GREEDY)] == want[:1]
     assert llm.generate(np.array([[1, 2, 3], [1, 2, 3]]), GREEDY)[1].token_ids == want[0]
     assert "".join(llm.stream([1, 2, 3], GREEDY)) == llm.generate("w1 w2 w3", GREEDY)[0].text
     assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"sampling_params": [None]}, "sampling_params must be a SamplingParams, or a list of them"),
+        (
+            {"sampling_params": {"max_tokens": 3}},
+            "sampling_params must be a SamplingParams, or a list of them",
+        ),
+        ({"priority": 3}, "priority=3: 1 for 1 prompts; give a list, one each"),
+    ],
+)
+def test_what_goes_with_no_prompt_is_refused(llm: LLM, how: dict[str, Any], line: str):
+    with pytest.raises(UserError, match=line):
+        llm.generate([[1]], **how)
+    assert llm.stats()["kv_slots_used"] == 0
+
+
+def test_threads_share_the_engine(llm: LLM):
+    """Each has its own prompts' tokens, whoever runs the steps; also where one ends early."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [[[1 + i, 2 + j, 3] for j in range(3)] for i in range(4)]
+    want = [[out.token_ids for out in llm.generate(of_one, params)] for of_one in prompts]
+    start = threading.Barrier(5)
+
+    def ask(of_one: list[list[int]]) -> list[Any]:
+        start.wait(30)
+        return [[out.token_ids for out in llm.generate(of_one, params)] for _ in range(4)]
+
+    def stop_early() -> None:
+        start.wait(30)
+        for _ in range(8):
+            stream = llm.stream([7, 8], params)
+            next(stream)
+            stream.close()
+            llm.reset_prefix_cache()
+
+    with ThreadPoolExecutor(5) as threads:
+        early = threads.submit(stop_early)
+        found = [*threads.map(ask, prompts)]
+        early.result()
+    assert found == [[of_one] * 4 for of_one in want]
+    llm.engine.check_integrity()
+    assert llm.stats()["kv_slots_used"] == 0
 
 
 @pytest.mark.parametrize(
@@ -72,6 +121,10 @@ def test_bare_token_ids_are_prompts(llm: LLM):
         ([None], "a prompt must be a string, a list of token ids, "),
         ([b"bytes"], "a prompt must be a string, a list of token ids, "),
         ([[[1]]], r"prompt token id \[1\] is not a whole number"),
+        (None, "prompts must be a prompt or a list of them, not None"),
+        ({"prompt_token_ids": None}, "a prompt's token ids must be a list of them, not None"),
+        ({"prompt_token_ids": jnp.array(5)}, "a prompt's token ids must be a list of them, not 5"),
+        ({"prompt_token_ids": jnp.array([1.0])}, "prompt token id 1.0 is not a whole number"),
     ],
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any, line: str):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,6 +150,10 @@ class Admission:
             )
 
     def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
+        if hasattr(prompt_token_ids, "__array__"):  # of numpy or JAX, or a 0-dimensional one
+            prompt_token_ids = np.asarray(prompt_token_ids).tolist()
+        if not isinstance(prompt_token_ids, Iterable):
+            raise UserError(f"a prompt's token ids must be a list of them, not {prompt_token_ids!r:.80}")
         tokens = tuple(prompt_token_ids)
         if not tokens:
             raise UserError("the prompt is empty: give at least one token")

@@ -181,8 +181,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         if isinstance(self.stop_token_ids, int | str):
             raise UserError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for token in self.stop_token_ids or ():
+        ids = () if self.stop_token_ids is None else tuple(self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        for token in ids:
             _require_int(token, "stop_token_ids", 0, _INT32)
         self._check_sequences()
 

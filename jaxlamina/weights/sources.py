@@ -76,6 +76,11 @@ def open_source(model: str | Path | ModelSource, load_format: str, revision: str
     """``model`` as `jaxlamina.LLM` takes it; ``load_format``: its option, "dummy" for weights that are made
     up; ``revision``: of a model of the Hub."""
     if not isinstance(model, str | Path):
+        if not all(hasattr(type(model), name) for name in ("model", "load")):
+            raise UserError(
+                f"{model!r:.60} is no model by itself: give a name, a folder or a file, or put a module or "
+                "function of yours into a FlaxModel, as FlaxModel.from_nnx does (docs/your-own-model.md)"
+            )
         return model
     if is_code(model):
         return built(str(model))  # type: ignore[return-value]
