@@ -163,10 +163,12 @@ class LLM:
         self._come: dict[str, deque[TokenEvent]] = {}  # of whom each request is, not looked at yet
         self._turn = threading.RLock()  # to touch the engine
         self._like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-        self._of_weights, self._of_scales = "", calibration.digest()
+        self._of_weights = self._of_scales = ""
         self._kept_as: tuple[str | None, int | str | None] = None, None
         if o.keeps_kv:
             self._of_weights = fingerprint(params)
+            if o.kv_dtype in CALIBRATED_KV_DTYPES:  # what they were found from, which an update leaves behind
+                self._of_scales = f"{calibration.digest()} {length} {self._of_weights}"
             self.keep_kv(o.kept_kv_folder, o.kept_kv_slots)
             CLOCK.done("kept KV")
 
@@ -213,7 +215,8 @@ class LLM:
 
         ``keep_kv``: False forgets cached prefixes, and computes the KV of requests that run again from their
         tokens. True lets both stay as the weights before made them; then no KV is kept by content any more,
-        until an update without it. Fixed scales of KV (``kv_dtype="int8-channel"``) stay as they were found.
+        until an update without it. Fixed scales of KV (``kv_dtype="int8-channel"``) stay as they were found;
+        another process finds its own from the new weights, and what is kept with these is not found there.
         Tokenizer and end tokens stay, too.
 
         It may be called between two steps, as from ``on_token``. ``UserError`` for what does not fit, which

@@ -5,6 +5,7 @@ What a server does with that is in test_pause.py.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,33 @@ def test_over_ranks(transport: str, dop: tuple[int, int], more: Mapping[str, Any
     [found] = run_job(transport, dop, [("updated", {"model": "llama"})], **more)
     assert found["same_before"] and found["same_after"] and found["same_again"], found
     assert found["differ"] and found["n_compiled"] == 0, found
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel"])
+def test_kept_kv_is_found_by_scales_that_it_was_kept_with(
+    folders: tuple[Path, Path], tmp_path: Path, kv_dtype: str
+) -> None:
+    """Fixed scales are of the weights before an update, and of the length that requests may have: another process finds
+    others. A scale a token is kept with it."""
+    how = LIMITS | {
+        "kv_dtype": kv_dtype,
+        "kept_kv_folder": str(tmp_path),
+        "kept_kv_slots": 400,
+        "split": False,
+    }
+
+    def hits(source: Path, update: Path | None = None, **other: Any) -> int:
+        llm = LLM(source, **how | other)
+        if update is not None:
+            llm.update_weights(update)
+        tokens(llm)
+        found = llm.stats()["n_kept_hit_tokens"]
+        del llm
+        gc.collect()  # whose folder it was
+        return int(found)
+
+    a, b = folders
+    assert hits(a) == 0 and hits(a) > 0 and hits(a, b) == 0
+    is_fixed = kv_dtype == "int8-channel"
+    assert (hits(b) == 0) == is_fixed
+    assert (hits(b, max_model_len=64) == 0) == is_fixed
