@@ -24,6 +24,7 @@ from pathlib import Path
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.job.roles import MOST_LOCAL_RANKS
 from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder
 from jaxlamina.server.pieces import SECRET
@@ -51,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--rank is for `python -m launch`, one rank; this starts all of them")
         options = _on_free_ports(options)
         cluster = options.cluster()
+        if not options.starter and cluster.n_ranks > MOST_LOCAL_RANKS:
+            raise UserError(
+                f"dop={cluster.dop} is {cluster.n_ranks} processes of this host, which starts "
+                f"{MOST_LOCAL_RANKS} at most: take fewer, or --starter"
+            )
         with (
             # Another host must not have it, as it may have /tmp.
             owned_folder(memory_folder(), PIPES) as folder,

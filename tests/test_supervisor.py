@@ -472,6 +472,8 @@ def test_a_job_of_so_many_workers():
     for change in (Change("scale", attention=-3), Change("scale", model=-1), Change("scale", prefill=-1)):
         with pytest.raises(ValueError, match="is no job"):
             job.after(change)
+    with pytest.raises(ValueError, match=r"DOP \(1, 1000002\) is more than 1024 processes of one host"):
+        job.after(Change("scale", attention=10**6))
     assert job.on_each_host("a.module", "kept_kv_folder=/dev/shm/x") == (
         *("python", "-m", "launch.local", "--set", 'dop="1,2"', "--set", "kept_kv_folder=/dev/shm/x"),
         *("--module", "a.module"),

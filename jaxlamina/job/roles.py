@@ -13,6 +13,8 @@ from typing import Literal
 from jaxlamina.errors import UserError
 
 Pool = Literal["model", "attention", "prefill"]
+MOST_LOCAL_RANKS = 1024
+"""Processes of a job that one host starts by itself: more are a slip of the pen."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from jaxlamina.job.roles import MOST_LOCAL_RANKS
+
 MOST_S = 3600.0
 _OF_WEIGHTS = ("--weights=", "--weights-revision=")
 
@@ -96,6 +98,8 @@ class JobCommand:
         new = self.workers.after(change)
         if new.model < 1 or min(new.attention, new.prefill) < 0:
             raise ValueError(f"{new} is no job: it has fewer than one model worker, or than none of others")
+        if new.model + new.attention + new.prefill > MOST_LOCAL_RANKS:
+            raise ValueError(f"{new} is more than {MOST_LOCAL_RANKS} processes of one host")
         of_them = [f'dop="{new.model},{new.attention}"', f"prefill_workers={new.prefill}"]
         told = [word for key in of_them for word in ("--set", key)]
         at = self.words.index("--")  # what launch.local is told last counts
