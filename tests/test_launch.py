@@ -199,7 +199,7 @@ def test_a_revision_is_of_the_model_that_it_was_said_with():
 
 
 def test_more_processes_than_a_host_can_mean_are_not_begun(capsys):
-    assert local.main(["--dop", "1,1000000", "--transport", "xla", "--", "serve"]) == 2
+    assert local.main(["--set", 'dop="1,1000000"', "--set", 'transport="xla"', "--", "serve"]) == 2
     assert "is 1000001 processes of this host, which starts 1024 at most" in capsys.readouterr().err
 
 
