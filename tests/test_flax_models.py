@@ -246,6 +246,11 @@ def test_what_cannot_be_cut_is_said_place_by_place(user: Any, capsys: Any):
     assert len(lines) == 3 and all("refused.py:" in line for line in lines[1:])
 
 
+def test_generate_without_a_tokenizer_says_how_to_ask_else(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "--model", "plain_models:nnx_mha", "1 2 3"]) == 2
+    assert "generate takes text, and this model has no tokenizer: give it one" in capsys.readouterr().err
+
+
 def test_split_explains(capsys: Any):
     assert main(["split", "plain_models:soft_cap_window", "--explain"]) == 0
     lines = capsys.readouterr().out.splitlines()

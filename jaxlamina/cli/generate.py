@@ -169,6 +169,11 @@ def _write_several(outputs: list[RequestOutput], n: int) -> None:
 
 def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) -> list[Any]:
     """What `LLM.generate` takes, through the chat template where it is wanted."""
+    if llm.tokenizer is None:
+        raise UserError(
+            "generate takes text, and this model has no tokenizer: give it one (FlaxModel's tokenizer=…), or "
+            "ask by token ids, LLM.generate in Python or a server (jaxlamina serve)"
+        )
     if chat is None:
         chat = system is not None or bool(getattr(llm.tokenizer, "chat_template", None))
     if not chat:
