@@ -26,7 +26,7 @@ class SplitError(ValueError):
 
 
 # Calls whose body simply runs in place. For inference the custom derivative of a call is its plain body.
-_INLINE = frozenset(
+INLINE = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
      "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
 )  # fmt: skip
@@ -187,7 +187,7 @@ def _inline(jaxpr: Any, args: Sequence[Any], is_wanted: IsWanted) -> list[Any]:
             "or use a Python loop or jax.lax.scan over the layers"
         )
 
-    return Block.of(jaxpr)(args, dict.fromkeys(_INLINE, in_place), otherwise)
+    return Block.of(jaxpr)(args, dict.fromkeys(INLINE, in_place), otherwise)
 
 
 def _holds(eqn: compat.JaxprEqn, is_wanted: IsWanted) -> bool:

@@ -256,6 +256,29 @@ def by_routers(x: Any, n_best: int) -> Any:
     return x.at[0, index[0]].add(best[0][..., None])
 
 
+def shifted(x: Any) -> Any:
+    """Each token and the one 16 before it."""
+    return x + jnp.pad(x, ((0, 0), (16, 0), (0, 0)))[:, : x.shape[1]]
+
+
+def summed(x: Any) -> Any:
+    """A recurrence along tokens."""
+    _, y = jax.lax.scan(lambda c, xt: (0.9 * c + xt,) * 2, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0))
+    return jnp.moveaxis(y, 0, 1)
+
+
+def windowed(x: Any) -> Any:
+    """Each token and the one 16 before it."""
+    sizes = (1, 2, 1), (1, 1, 1), ((0, 0), (16, 0), (0, 0))
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, *sizes, window_dilation=(1, 16, 1))
+
+
+def late_in_a_body(x: Any) -> Any:
+    """A scan's body that numbers tokens."""
+    late = lambda x: jnp.where(jnp.arange(x.shape[1])[:, None] >= 20, 2 * x, x)
+    return jax.lax.scan(lambda x, _: (late(x), None), x, None, length=2)[0]
+
+
 # Of x [B, T, D], tokens, places of the row: what a run on few random tokens does not show.
 MIXES = {
     "how many of an id": (lambda x, tokens, at: x + jnp.cumsum(tokens == 7, 1)[..., None], "cumsum mixes"),
@@ -269,6 +292,24 @@ MIXES = {
     "a prefix": (lambda x, tokens, at: jnp.concatenate([jnp.ones_like(x[:, :1] * 0), x], 1)[:, :-1], "mixes tokens"),
     "expert choice": (lambda x, tokens, at: by_routers(x, 2), "top_k mixes"),
     "sorted": (lambda x, tokens, at: jnp.sort(x, 1), "sort mixes"),
+    "the best by routers": (lambda x, tokens, at: jax.lax.top_k(x.mT, x.shape[1])[0].mT, "top_k mixes"),
+    "set elsewhere": (lambda x, tokens, at: jnp.zeros_like(x).at[:, at + 16].set(x), "scatter mixes"),
+    "pairs": (lambda x, tokens, at: (x[:, :, None] * x[:, None])[:, :, at[0]], "mixes tokens"),
+    "a window": (lambda x, tokens, at: windowed(x), "reduce_window_sum mixes"),
+    "in a cond": (lambda x, tokens, at: jax.lax.cond(x[0, 0, 0] > 9, lambda x: x, shifted, x), "pad mixes"),
+    "in a scan": (lambda x, tokens, at: jax.lax.scan(lambda x, _: (shifted(x), 0), x, None, 2)[0], "pad mixes"),
+    "in a while": (
+        lambda x, tokens, at: jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, shifted(s[1])), (0, x))[1],
+        "pad mixes",
+    ),
+    "in a while's end": (
+        lambda x, tokens, at: jax.lax.while_loop(lambda x: (x > 9).any(), lambda x: x / 2, x), "decides for all tokens"
+    ),
+    "in a remat of a scan": (
+        lambda x, tokens, at: jax.lax.scan(lambda x, _: (jax.checkpoint(shifted)(x), 0), x, None, 2)[0], "pad mixes"
+    ),
+    "a recurrence": (lambda x, tokens, at: summed(x), "a scan over tokens carries a value"),
+    "numbered in a body": (lambda x, tokens, at: late_in_a_body(x), "numbered or counted within a scan"),
 }  # fmt: skip
 # Of all positions of a row, or how many there are: found when it is cut.
 OF_ROWS = {
@@ -312,6 +353,30 @@ def test_what_is_taken_from_its_own_place_is_not_mixed():
     fn, params = changed(lambda x, *_: x[:, jnp.arange(x.shape[1])].at[:, jnp.arange(x.shape[1])].mul(2.0))
     found = find_attention(fn, params, max_len=64)
     assert check_found(found, fn, params, 40) < 1e-5
+
+
+APART = {
+    "map": lambda x: jax.lax.map(
+        lambda xt: xt * jnp.tanh(xt).mean(-1, keepdims=True), x.swapaxes(0, 1)
+    ).swapaxes(0, 1),
+    "loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x + jnp.tanh(x) * i, x),
+    "while": lambda x: jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))[1],
+    "cond": lambda x: jax.lax.cond(x.shape[2] > jnp.ones(()), jax.nn.silu, lambda x: x, x),
+    "scan over experts": lambda x: jax.lax.scan(
+        lambda y, w: (y + jax.checkpoint(jnp.tanh)(x @ w), None), x, jnp.ones((3, *x.shape[-1:] * 2))
+    )[0],
+    "window over features": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1, 1, 2), (1, 1, 1), "SAME"
+    ),
+    "best features": lambda x: x + jax.lax.top_k(x, 3)[0].sum(-1, keepdims=True),
+    "spread": lambda x: jnp.zeros_like(x).at[:, jnp.arange(x.shape[1])].set(x),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_tokens_apart_is_let_through_in_bodies_too(name: str):
+    fn, params = changed(lambda x, *_: APART[name](x))
+    assert check_found(find_attention(fn, params, max_len=64), fn, params, 40) < 1e-5
 
 
 @pytest.mark.parametrize("capacity", [16, 400])

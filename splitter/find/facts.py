@@ -18,12 +18,14 @@ from splitter.find.lengths import Learned
 
 
 class From(Flag):
-    """What a value is computed from; of nothing: a constant, or a token's place in the row."""
+    """What a value is computed from; of nothing: a constant, or a token's place in the row. OUTSIDE: of what
+    the body of a scan, a while or a cond is given."""
 
     NOTHING = 0
     TOKENS = 1
     PARAMS = 2
     POSITIONS = 4
+    OUTSIDE = 8
 
 
 @dataclass
@@ -41,14 +43,19 @@ class Facts:
 
     @classmethod
     def of(cls, learned: Learned, n_params: int, max_len: int) -> Facts:
+        sources = [From.PARAMS] * n_params + [From.TOKENS, From.POSITIONS]
+        return cls.of_sources(learned, sources, max_len, n_params)
+
+    @classmethod
+    def of_sources(cls, learned: Learned, sources: Sequence[From], max_len: int, n_params: int = 0) -> Facts:
+        """``sources``: what each argument is computed from."""
         jaxpr = learned.jaxpr
         facts = cls(learned, n_params, max_len)
         for position, eqn in enumerate(jaxpr.eqns):
             facts.producer.update(dict.fromkeys(eqn.outvars, position))
         facts.live = frozenset(facts.needed(jaxpr.outvars))
         facts.source.update(dict.fromkeys(jaxpr.constvars, From.NOTHING))
-        facts.source.update(dict.fromkeys(jaxpr.invars[:n_params], From.PARAMS))
-        facts.source.update(zip(jaxpr.invars[n_params:], (From.TOKENS, From.POSITIONS), strict=True))
+        facts.source.update(zip(jaxpr.invars, sources, strict=True))
         facts.of_row = {v for v in (*jaxpr.constvars, *jaxpr.invars[-1:]) if learned.token_dims(v)}
         counted = {*learned.params, *(position for position, _ in learned.literals)}
         for position in sorted(facts.live):
@@ -83,7 +90,11 @@ class Facts:
 
     def only_positions(self, atom: Any) -> bool:
         """Whether a value is known from the tokens' places alone: no token and no parameter changes it."""
-        return isinstance(atom, compat.Literal) or not self.source[atom] & (From.TOKENS | From.PARAMS)
+        others = From.TOKENS | From.PARAMS | From.OUTSIDE
+        return isinstance(atom, compat.Literal) or not self.source[atom] & others
+
+    def source_of(self, atom: Any) -> From:
+        return From.NOTHING if isinstance(atom, compat.Literal) else self.source[atom]
 
     def made_at(self, v: Any) -> str:
         """Where in the user's code, for messages."""

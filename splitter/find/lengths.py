@@ -100,6 +100,23 @@ class Learned:
         changed = {k: _at(v, n) for k, v in self.params.get(position, {}).items()}
         return compat.bind_eqn(eqn, args, as_other(eqn.params | changed) if as_other else changed)
 
+    def params_of(self, position: int) -> dict[str, Any]:
+        """An equation's parameters, with sizes that depend on T as `Count`."""
+        own: dict[str, Any] = self.jaxpr.eqns[position].params
+        return own | self.params.get(position, {})
+
+    def bodies(self, position: int, *names: str) -> list[Learned]:
+        """The functions within an equation: those of the parameters ``names``, or all."""
+        found, params = [], self.params_of(position)
+        for value in [params[name] for name in names or params]:
+            for leaf in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(leaf, _Body):
+                    found.append(leaf.learned)
+                elif compat.is_jaxpr(leaf):
+                    jaxpr, consts = compat.open_jaxpr(leaf)
+                    found.append(Learned(jaxpr, self.lengths, consts=consts))
+        return found
+
     def varying(self, positions: Sequence[int] | None = None) -> tuple[Any, ...]:
         """What of the equations at ``positions``, or of all, depends on T, as something that prints the same
         where it is the same: of the first trace alone it cannot be told from a number that T happened to

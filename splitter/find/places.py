@@ -9,7 +9,7 @@ tokens of this step?), it stays the token's place in the row. Knows nothing of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ _MAKES_INDICES = frozenset(
     ]
 )
 # Each element of a result along T comes of the operands' elements at the same token.
-_POINTWISE = frozenset(
+POINTWISE = frozenset(
     [
         "abs",
         "acos",
@@ -126,13 +126,27 @@ _POINTWISE = frozenset(
         "squeeze",
         "expand_dims",
         "optimization_barrier",
+        "bessel_i0e",
+        "bessel_i1e",
+        "bitcast_convert_type",
+        "clz",
+        "device_put",
+        "digamma",
+        "igamma",
+        "igammac",
+        "lgamma",
+        "name",
+        "polygamma",
+        "reduce_precision",
+        "regularized_incomplete_beta",
+        "zeta",
     ]
 )
 
 
-def row_indices(facts: Facts) -> frozenset[Any]:
-    """The variables that are, or make, indices into the row of tokens."""
-    marked: set[Any] = set()
+def row_indices(facts: Facts, results: Collection[Any] = ()) -> frozenset[Any]:
+    """The variables that are, or make, indices into the row of tokens; ``results`` are known to."""
+    marked: set[Any] = set(results)
     for p in sorted(facts.live, reverse=True):
         eqn = facts.eqns[p]
         name = eqn.primitive.name
@@ -306,7 +320,7 @@ def _keeps_tokens_apart(
     """Whether each token's part of the result, whose dimension of tokens is ``tokens``, comes of the same
     token's part of the operands, of which these are ``of_operands``."""
     name, p = eqn.primitive.name, eqn.params
-    if name in _POINTWISE:
+    if name in POINTWISE:
         return True
     if name == "reshape":
         return dims[tokens[0]] == TOKENS and len(of_operands[0]) == 1

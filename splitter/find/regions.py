@@ -7,7 +7,7 @@ found, with everything that it reads, and with q, k and v as far up as nothing b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,6 +17,10 @@ import numpy as np
 from pallas_kernels import compat
 from splitter.block import variables
 from splitter.find.facts import DotDims, Facts, From, View, computed, dot_dims, moved, view_of, widens
+from splitter.find.lengths import Count, Learned
+from splitter.find.places import POINTWISE, row_indices
+from splitter.operator import attention_p
+from splitter.trace import INLINE
 
 
 @dataclass(frozen=True)
@@ -140,18 +144,33 @@ def _contracts_tokens(facts: Facts, eqn: compat.JaxprEqn) -> bool:
     )
 
 
-# What goes along a dimension.
+# What goes along dimensions, and the parameter that names them; beside the sums and maxima of `reduce_…`.
 _ALONG = {
     "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis",
-    "sort": "dimension",
+    "sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension", "split": "axis",
+    "unstack": "axis",
+    "rev": "dimensions", "argmax": "axes", "argmin": "axes", "reduce": "dimensions",
 }  # fmt: skip
+# What moves no token, or is told of elsewhere.
+_APART = POINTWISE | {
+    "reshape", "stack", "mulhi", "layout_constraint", attention_p.name,
+    "sharding_constraint", "reshard", "mesh_cast", "shard_map",
+}  # fmt: skip
+
+
+_DECIDES = "a value of some tokens decides for all tokens, and those of other requests: use jnp.where"
+
+
+def _is_pred(body: Facts) -> bool:
+    """Whether a body's result is a truth of tokens, without their dimension: when a while ends."""
+    [v] = body.learned.jaxpr.outvars
+    return body.of_tokens(v) and v.aval.dtype == bool and not v.aval.shape
 
 
 def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[Problem]:
     said: set[frozenset[int]] = set()
     for position in sorted(facts.live - taken):
         eqn = facts.eqns[position]
-        name = eqn.primitive.name
         of = scores_of.get(eqn.outvars[0], frozenset())
         if of and of not in said:
             said.add(of)
@@ -161,27 +180,125 @@ def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[
                 "a product of two values over tokens that is not followed by a softmax and a product with "
                 f"values, or whose scores are used elsewhere too, at {compat.where(eqn)}",
             )
-        elif not of and facts.of_tokens(eqn.outvars[0]) and _mixes(facts, eqn):
-            yield Problem(compat.where(eqn), f"{name} mixes tokens: attention is the only thing that may")
+        elif not of:
+            yield from _mixing(facts, position)
 
 
-def _mixes(facts: Facts, eqn: compat.JaxprEqn) -> bool:
-    """Whether a token sees others outside of an attention. What weights make of tokens may be counted and
-    sorted as integers, as routers do; whether a model's tokens keep to themselves then, is found by running
-    it. Of the tokens' ids nothing may be: a run on random ones would rarely meet those that matter."""
+def _mixing(facts: Facts, position: int) -> Iterator[Problem]:
+    """Where a token sees others outside of an attention, in an equation or within it."""
+    eqn = facts.eqns[position]
+    name = eqn.primitive.name
     of_tokens = [v for v in eqn.invars if facts.of_tokens(v) and facts.learned.token_dims(v)]
+    if not of_tokens:
+        return
+    if name in ("scan", "while", "cond", *INLINE):
+        by_token = name == "scan" and isinstance(facts.learned.params_of(position)["length"], Count)
+        if by_token and compat.scan_counts(eqn)[1] and not all(is_routed(facts, v) for v in of_tokens):
+            yield Problem(
+                compat.where(eqn),
+                "a scan over tokens carries a value from one to the next: attention is the only thing that "
+                "may mix tokens",
+            )
+        if name == "cond" and facts.of_tokens(eqn.invars[0]):
+            yield Problem(compat.where(eqn), _DECIDES)
+        for body, indices in _bodies(facts, position):
+            for inner in sorted(body.live):
+                if _counts_tokens(body, inner) and indices.isdisjoint(body.eqns[inner].outvars):
+                    yield Problem(
+                        compat.where(body.eqns[inner]),
+                        f"tokens are numbered or counted within a {name}: take positions from the argument",
+                    )
+                yield from _mixing(body, inner)
+            if name == "while" and len(body.learned.jaxpr.outvars) == 1 and _is_pred(body):
+                yield Problem(compat.where(eqn), _DECIDES)
+    elif _mixes(facts, position, of_tokens):
+        yield Problem(compat.where(eqn), f"{name} mixes tokens: attention is the only thing that may")
+
+
+def _bodies(facts: Facts, position: int) -> Iterator[tuple[Facts, frozenset[Any]]]:
+    """What runs within an equation, and its values that are indices into the row."""
+    eqn, p = facts.eqns[position], facts.eqns[position].params
+    sources = [facts.source_of(v) | From.OUTSIDE for v in eqn.invars]
+    match eqn.primitive.name:
+        case "scan":
+            calls = [(*facts.learned.bodies(position, "jaxpr"), sources, *compat.scan_counts(eqn))]
+        case "while":
+            of_body, first = sources[p["cond_nconsts"] :], p["body_nconsts"]
+            body = facts.learned.bodies(position, "body_jaxpr")
+            calls = [(*body, of_body, first, len(of_body) - first)]
+        case "cond":
+            calls = [(body, sources[1:], 0, 0) for body in facts.learned.bodies(position)]
+        case _:
+            calls = [(facts.learned.bodies(position)[0], sources, 0, 0)]
+    marked = row_indices(facts)
+    for learned, given, first, n_carry in calls:
+        body = _settled(facts, learned, given, first, n_carry)
+        of = zip(learned.jaxpr.outvars, eqn.outvars, strict=True)
+        results = [inner for inner, v in of if v in marked and not isinstance(inner, compat.Literal)]
+        yield body, row_indices(body, results)
+        if eqn.primitive.name == "while":  # its condition sees the state as it is in any round
+            state = [body.source[v] for v in learned.jaxpr.invars[first:]]
+            [goes_on] = facts.learned.bodies(position, "cond_jaxpr")
+            of_cond = sources[: p["cond_nconsts"]] + state
+            yield _settled(facts, goes_on, of_cond, 0, 0), frozenset()
+
+
+def _settled(facts: Facts, learned: Learned, sources: Sequence[From], first: int, n_carry: int) -> Facts:
+    """A body whose ``n_carry`` first results are its arguments from ``first`` on in the next round."""
+    while True:
+        body = Facts.of_sources(learned, sources, facts.max_len)
+        after = list(sources)
+        for i, v in enumerate(learned.jaxpr.outvars[:n_carry], first):
+            after[i] |= body.source_of(v)
+        if after == sources:
+            return body
+        sources = after
+
+
+def _counts_tokens(facts: Facts, position: int) -> bool:
+    """Whether an equation makes something of the places in a row, or of how many tokens there are. Outside of
+    bodies, `places` makes these of the tokens' positions."""
+    eqn, learned = facts.eqns[position], facts.learned
+    name, tokens = eqn.primitive.name, learned.token_dims(eqn.outvars[0])
+    return (
+        any((position, i) in learned.literals for i in range(len(eqn.invars)))
+        or (name == "iota" and eqn.params["dimension"] in tokens)
+        or (name in _ALONG and not facts.of_tokens(eqn.outvars[0]) and eqn.params[_ALONG[name]] in tokens)
+    )
+
+
+def _mixes(facts: Facts, position: int, of_tokens: Sequence[Any]) -> bool:
+    """Whether a token sees others, or what is not known to keep them apart is done to ``of_tokens``, operands
+    with a dimension of tokens. What weights make of tokens may be counted and sorted as integers, as routers
+    do; whether a model's tokens keep to themselves then, is found by running it. Of the tokens' ids nothing
+    may be: a run on random ones would rarely meet those that matter."""
+    eqn, learned = facts.eqns[position], facts.learned
     if all(is_routed(facts, v) for v in of_tokens):
         return False
-    p, name = eqn.params, eqn.primitive.name
-    results = [v for v in eqn.outvars if v in facts.readers or v in facts.learned.jaxpr.outvars]
-    if name == "conv_general_dilated" or not all(map(facts.learned.token_dims, results)):
+    p, name, operand = learned.params_of(position), eqn.primitive.name, eqn.invars[0]
+    results = [v for v in eqn.outvars if v in facts.readers or v in learned.jaxpr.outvars]
+    if not all(map(learned.token_dims, results)):
         return True
-    tokens = set(facts.learned.token_dims(of_tokens[0]))
-    if name in _ALONG:
-        return p[_ALONG[name]] in tokens and not is_routed(facts, eqn.invars[0])
-    if name.startswith("reduce_") and "axes" in p:
-        return bool(tokens & set(p["axes"]))
-    return any(not _is_at_place(facts, eqn, d) for d in tokens)
+    if name in _APART:
+        return False
+    tokens = set(learned.token_dims(of_tokens[0]))
+    if name in _ALONG or (name.startswith("reduce_") and "axes" in p):
+        along = p.get(_ALONG.get(name, "axes"), -1)
+        n_dims = len(learned.dims(operand))
+        dims = {d % n_dims for d in (along if isinstance(along, tuple | list) else (along,))}
+        return bool(tokens & dims) and not is_routed(facts, operand)
+    match name:
+        case "dot_general":
+            return _contracts_tokens(facts, eqn)
+        case "ragged_dot" | "ragged_dot_general":
+            return bool(learned.token_dims(eqn.invars[1]))
+        case "fft":
+            return max(tokens) >= len(learned.dims(operand)) - len(p["fft_lengths"])
+        case "gather" if not facts.of_tokens(operand):
+            return False
+        case _ if name == "gather" or name.startswith("scatter"):
+            tokens = set(learned.token_dims(operand))
+    return len(tokens) > 1 or any(not _is_at_place(facts, eqn, p, d) for d in tokens)
 
 
 def is_routed(facts: Facts, v: Any) -> bool:
@@ -193,29 +310,32 @@ def is_routed(facts: Facts, v: Any) -> bool:
     )
 
 
-def _is_at_place(facts: Facts, eqn: compat.JaxprEqn, d: int) -> bool:
+def _is_at_place(facts: Facts, eqn: compat.JaxprEqn, p: Mapping[str, Any], d: int) -> bool:
     """Whether a result's element along the first operand's dimension ``d`` is the operand's at the same
     place: otherwise a token would see another. More places behind the last one are let be: nobody is
-    shifted."""
-    p, operand = eqn.params, eqn.invars[0]
+    shifted. ``p``: the equation's parameters, of any number of tokens."""
+    operand, dims = eqn.invars[0], facts.learned.dims
     match eqn.primitive.name:
         case "slice":
-            return not p["start_indices"][d]
+            return p["start_indices"][d] == 0
         case "pad":
-            return not p["padding_config"][d][0]
-        case "rev":
-            return d not in p["dimensions"]
+            return p["padding_config"][d][0] == 0
+        case "tile":
+            return bool(p["reps"][d] == 1)
         case "concatenate":
             return d != p["dimension"] or not any(facts.of_tokens(v) for v in eqn.invars[1:])
-        case "dynamic_slice" | "dynamic_update_slice" as name:
-            part = eqn.outvars[0] if name == "dynamic_slice" else eqn.invars[1]
-            return facts.learned.dims(part)[d] == facts.learned.dims(operand)[d]
-        case "gather" if facts.of_tokens(operand):
+        case "dynamic_slice":
+            return dims(eqn.outvars[0])[d] == dims(operand)[d]
+        case "dynamic_update_slice":
+            return dims(eqn.invars[1])[d] == dims(operand)[d]
+        case "gather":
             return _are_own_places(facts, eqn.invars[1], p["dimension_numbers"].start_index_map, d)
-        case name if name.startswith("scatter") and facts.of_tokens(operand):
+        case name if name.startswith("scatter"):
             of = p["dimension_numbers"].scatter_dims_to_operand_dims
             return _are_own_places(facts, eqn.invars[1], of, d)
-    return True
+        case name if name.startswith("reduce_window"):
+            return p["window_dimensions"][d] == p["window_strides"][d] == 1 and p["padding"][d] == (0, 0)
+    return False
 
 
 def _are_own_places(facts: Facts, indices: Any, of: Sequence[int], d: int) -> bool:
