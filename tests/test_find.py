@@ -237,6 +237,40 @@ def test_a_window_that_begins_far_from_the_rows_beginning_is_read(name: str, max
     assert site.window == 200
 
 
+def many_heads(window: Any, heads: int = 32) -> Any:
+    """What is found of as many heads as real models with long windows have; ``window(behind)`` is added to scores."""
+    shapes = {"embed": (40, 8), "q": (8, heads, 4), "k": (8, 1, 4), "v": (8, 1, 4), "o": (heads, 4, 8)}
+    params = {k: np.random.default_rng(0).standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+
+    def fn(params: Any, tokens: Any, positions: Any) -> Any:
+        x = params["embed"][tokens] + jnp.sin(positions)[..., None]
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+        at = jnp.arange(tokens.shape[1])
+        behind = at[:, None] - at[None, :]
+        scores = jnp.einsum("bqnh,bkh->bnqk", q, k[:, :, 0])
+        weights = jax.nn.softmax(jnp.where(behind >= 0, scores + window(behind), -1e30), axis=-1)
+        y = jnp.einsum("btnh,nhd->btd", jnp.einsum("bnqk,bkh->bqnh", weights, v[:, :, 0]), params["o"])
+        return (x + y) @ params["embed"].T
+
+    [site] = find_attention(fn, params, max_len=4500).sites
+    return site
+
+
+def test_a_long_window_of_many_heads_is_found():
+    """32 heads and 4,096 tokens, as Mistral has them: all scores at once would be 2 GB."""
+    for window in (4096, 4095):
+        site = many_heads(lambda behind, w=window: jnp.where(behind < w, 0.0, -1e30))
+        assert (site.window, site.n_heads) == (window, 32)
+
+
+def test_what_is_no_long_window_of_many_heads_is_refused():
+    with pytest.raises(SplitError, match="what it computes is not softmax attention"):  # hides too little
+        many_heads(lambda behind: jnp.where(behind < 4096, 0.0, -1.0))
+    with pytest.raises(SplitError, match="not the same for all heads"):
+        per_head = np.array([100] * 31 + [101])[:, None, None]
+        many_heads(lambda behind: jnp.where(behind < per_head, 0.0, -1e30))
+
+
 @pytest.mark.parametrize("max_len", [600, 4500])
 @pytest.mark.parametrize("name", FAR_MISSES)
 def test_what_differs_far_from_the_rows_beginning_is_refused(name: str, max_len: int):

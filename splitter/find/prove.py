@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from pallas_kernels import compat
 from splitter.block import variables
 from splitter.find.facts import Facts, computed, moved
+from splitter.find.places import POINTWISE
 from splitter.find.reach import COMPARED, largest_compared
 from splitter.find.regions import Region
 
@@ -76,7 +77,7 @@ class _Trial:
     def __init__(self, facts: Facts, region: Region, grids: tuple[Any, ...], max_len: int) -> None:
         self.facts, self.region, self.grids, self.max_len = facts, region, grids, max_len
         self.sources = tuple(dict.fromkeys(view.source for view in (region.q, region.k, region.v)))
-        self._compiled: dict[tuple[int, bool], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[int, bool | None], Callable[..., Any]] = {}
 
     def inputs(self, n: int, seed: int = 0) -> dict[Any, np.ndarray]:
         """Random q, k and v, as their sources are."""
@@ -96,6 +97,22 @@ class _Trial:
     def result(self, n: int, given: Mapping[Any, np.ndarray]) -> np.ndarray:
         [out], _ = self._run(n, np.arange(n, dtype=np.int32)[None], given)
         return out
+
+    def result_within(self, grids: Sequence[np.ndarray], given: Mapping[Any, np.ndarray]) -> np.ndarray:
+        """The region's result for tokens that these masks ``[T, T]`` are of, in place of its own."""
+        learned, n = self.facts.learned, len(grids[0])
+        full = []
+        for v, x in zip(self.grids, grids, strict=True):
+            dims, shape = learned.token_dims(v), learned.shape_at(v, n)
+            one_head = [n if d in dims else 1 for d in range(len(shape))]
+            full.append(np.broadcast_to(x.reshape(one_head), shape))
+        args = (np.arange(n, dtype=np.int32)[None], *given.values(), *full)
+        if (n, None) not in self._compiled:
+            known = (*self.sources, *self.grids)
+            run = computed(self.facts, [self.region.end], n, known, in_float32=True)
+            self._compiled[n, None] = on_host(run, *args)
+        [out] = self._compiled[n, None](*args)
+        return np.asarray(out)
 
     def _run(self, n: int, row: np.ndarray, given: Mapping[Any, np.ndarray] | None) -> Any:
         """The region's result, if q, k and v are ``given``; and each mask, and whether it is of all heads."""
@@ -230,19 +247,20 @@ def _read_mask(values: Sequence[np.ndarray]) -> Mask | None:
     window = int(same[-1].sum())
     if not window or not np.array_equal(same, causal(n, window)):
         return None
-    kinds = [np.unique(x[~same]) for x in values]
-    if any(len(k) > 16 for k in kinds):
+    hidden = set[tuple[Any, ...]]()
+    for at in range(0, n, 512):  # not all rows at once, which takes many times the masks' memory
+        rows = slice(at, at + 512)
+        columns = [x[rows][~same[rows]] for x in values]
+        kinds = [np.unique(column) for column in columns]
+        if any(len(k) > 16 for k in kinds):
+            return None
+        codes = sum(
+            np.searchsorted(k, c) * 32**i for i, (k, c) in enumerate(zip(kinds, columns, strict=True))
+        )
+        _, firsts = np.unique(np.asarray(codes), return_index=True)
+        hidden |= {tuple(_item(c[first]) for c in columns) for first in firsts}
+    if any(len(set(k)) > 16 for k in zip(*hidden, strict=True)):
         return None
-    codes = sum(np.searchsorted(k, np.where(same, k[0] if len(k) else 0, x)) * 32**i
-                for i, (k, x) in enumerate(zip(kinds, values, strict=True)) if len(k))  # fmt: skip
-    met: Any = np.unique(np.asarray(codes)[~same]) if n > 1 else []
-    hidden = {
-        tuple(_item(k[(int(code) // 32**i) % 32]) if len(k) else None for i, k in enumerate(kinds))
-        for code in met
-    }
-    hidden = {
-        tuple(_item(own) if x is None else x for x, own in zip(h, visible, strict=True)) for h in hidden
-    }
     return Mask(window, tuple(map(_item, visible)), frozenset(hidden))
 
 
@@ -374,24 +392,44 @@ def _compare(trial: _Trial, found: Meaning, mask: Mask) -> None:
     if found.window is not None:
         near = max(near, min(found.window + 5, trial.max_len))
     heads = trial.region.n_heads
-    if near**2 * heads > _MOST_PAIRS:
+    at = None
+    if near > _SMALL and _treats_places_alike(trial):
+        at = np.concatenate([np.arange(_SMALL // 2), np.arange(near - _SMALL // 2, near)])
+    elif near**2 * heads > _MOST_PAIRS:
         raise Refuted(
             f"its window of {found.window} tokens for {heads} heads takes too much memory to be looked at"
         )
     met = set[tuple[Any, ...]]()
-    for n in (3, near):
+    for n in (3, near if at is None else _SMALL):
         for values in (trial.masks(n), [x.T for x in trial.masks(n)]):
             own = _read_mask(values)
             if own is not None and own.visible == mask.visible:
                 met |= own.hidden
                 break
-        _compare_at(trial, found, n)
+        _compare_at(trial, found, causal(n, found.window))
+    if at is not None:
+        grids = [x[np.ix_(at, at)] for x in trial.masks(near)]
+        seen = causal(near, found.window)[np.ix_(at, at)]
+        hides = np.any([x != own for x, own in zip(grids, mask.visible, strict=True)], axis=0)
+        met |= {tuple(map(_item, values)) for values in zip(*(x[hides] for x in grids), strict=True)}
+        _compare_at(trial, found, seen, grids)
     if not mask.hidden <= met:
         raise Refuted("its mask has other values for more tokens")
 
 
-def _compare_at(trial: _Trial, found: Meaning, n: int) -> None:
-    region = trial.region
+def _treats_places_alike(trial: _Trial) -> bool:
+    """Whether nothing but masks tells a region's places apart: then some of a row's tokens, with what the
+    masks say of these, show what all of them would."""
+    region, eqns = trial.region, trial.facts.eqns
+    names = {eqns[p].primitive.name for p in region.eqns - {region.scores, region.mix}}
+    return names <= POINTWISE | {"reshape", "reduce_max", "reduce_sum", "reduce_and", "reduce_or", "argmax"}
+
+
+def _compare_at(
+    trial: _Trial, found: Meaning, seen: Bool[np.ndarray, "T T"], grids: Sequence[np.ndarray] = ()
+) -> None:
+    """Of tokens of which each sees those of ``seen``, by the region's own masks or by these ``grids``."""
+    region, n = trial.region, len(seen)
     views = (region.q, region.k, region.v)
     width = region.q.shape[1]
     for spread in _SPREADS:
@@ -400,8 +438,9 @@ def _compare_at(trial: _Trial, found: Meaning, n: int) -> None:
             s: x if s is region.v.source else x * np.float32(each) for s, x in trial.inputs(n, seed=n).items()
         }
         q, k, v = (view.of(given[view.source], n) for view in views)
-        expected, highest = attention_of(q, k, v, found)
-        got = region.out.of(trial.result(n, given), n)
+        expected, highest = attention_of(q, k, v, found, seen)
+        result = trial.result_within(grids, given) if grids else trial.result(n, given)
+        got = region.out.of(result, n)
         # A softmax without its maximum taken off is none where an exponential is no number of float32; where
         # it is one, it is compared.
         beyond = np.abs(highest) > _EXPONENT
@@ -421,15 +460,16 @@ def attention_of(
     k: Float[np.ndarray, "T K H"],
     v: Float[np.ndarray, "T K H"],
     found: Meaning,
+    seen: Bool[np.ndarray, "T T"],
 ) -> tuple[Float[np.ndarray, "T N H"], Float[np.ndarray, "T N"]]:
     """In float64; and each row's highest score."""
-    n, heads = q.shape[:2]
+    heads = q.shape[1]
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("tnh,snh->nts", q, k) * found.scale
     if found.softcap is not None:
         scores = found.softcap * np.tanh(scores / found.softcap)
-    scores = np.where(causal(n, found.window), scores, -np.inf)
+    scores = np.where(seen, scores, -np.inf)
     highest = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - highest)
     out = np.einsum("nts,snh->tnh", weights / weights.sum(axis=-1, keepdims=True), v)

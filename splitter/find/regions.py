@@ -219,17 +219,20 @@ def _bodies(facts: Facts, position: int) -> Iterator[tuple[Facts, frozenset[Any]
     """What runs within an equation, and its values that are indices into the row."""
     eqn, p = facts.eqns[position], facts.eqns[position].params
     sources = [facts.source_of(v) | From.OUTSIDE for v in eqn.invars]
+    bodies = facts.learned.bodies(position)
+    calls: list[tuple[Learned, list[From], int, int]]
     match eqn.primitive.name:
         case "scan":
-            calls = [(*facts.learned.bodies(position, "jaxpr"), sources, *compat.scan_counts(eqn))]
+            n_consts, n_carry = compat.scan_counts(eqn)
+            calls = [(bodies[0], sources, n_consts, n_carry)]
         case "while":
-            of_body, first = sources[p["cond_nconsts"] :], p["body_nconsts"]
-            body = facts.learned.bodies(position, "body_jaxpr")
-            calls = [(*body, of_body, first, len(of_body) - first)]
+            [in_round] = facts.learned.bodies(position, "body_jaxpr")
+            given, n_consts = sources[p["cond_nconsts"] :], p["body_nconsts"]
+            calls = [(in_round, given, n_consts, len(given) - n_consts)]
         case "cond":
-            calls = [(body, sources[1:], 0, 0) for body in facts.learned.bodies(position)]
+            calls = [(body, sources[1:], 0, 0) for body in bodies]
         case _:
-            calls = [(facts.learned.bodies(position)[0], sources, 0, 0)]
+            calls = [(bodies[0], sources, 0, 0)]
     marked = row_indices(facts)
     for learned, given, first, n_carry in calls:
         body = _settled(facts, learned, given, first, n_carry)
