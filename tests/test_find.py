@@ -271,6 +271,32 @@ def test_what_is_no_long_window_of_many_heads_is_refused():
         many_heads(lambda behind: jnp.where(behind < per_head, 0.0, -1e30))
 
 
+def test_a_mask_without_its_diagonal_is_told():
+    def fn(params: Any, tokens: Any, positions: Any) -> Any:
+        x = params["embed"][tokens] + jnp.sin(positions)[..., None]
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+        mask = jnp.tril(jnp.ones((x.shape[1],) * 2, bool), -1).at[0, 0].set(True)
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask)
+        return (x + jnp.einsum("btnh,nhd->btd", y, params["o"])) @ params["embed"].T
+
+    _, params = changed(lambda x, *_: x)
+    with pytest.raises(SplitError, match="its mask hides each token from itself"):
+        find_attention(fn, params, max_len=64)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_table_that_is_cut_from_its_end_is_refused(dynamic: bool):
+    def from_end(x: Any, *_: Any) -> Any:
+        table = jnp.sin(jnp.arange(64.0))[:, None] * jnp.ones(x.shape[-1])
+        n = x.shape[1]
+        return x + (jax.lax.dynamic_slice(table, (64 - n, 0), (n, x.shape[-1])) if dynamic else table[-n:])
+
+    fn, params = changed(from_end)
+    with pytest.raises(SplitError, match=r"test_find.py:\d+ .* depends on how many tokens there are"):
+        found, row = find_attention(fn, params, max_len=64), jnp.arange(9)[None]
+        found(dict(zip(found.param_names, jax.tree.leaves(params), strict=True)), row, row)
+
+
 @pytest.mark.parametrize("max_len", [600, 4500])
 @pytest.mark.parametrize("name", FAR_MISSES)
 def test_what_differs_far_from_the_rows_beginning_is_refused(name: str, max_len: int):

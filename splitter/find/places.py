@@ -259,9 +259,7 @@ class Places:
         operand = self._value(eqn.invars[0], in_row=True)
         learned = self.facts.learned
         shape = learned.shape_at(eqn.outvars[0], self.n)
-        p = eqn.params | {
-            k: v for k, v in learned.params.get(position, {}).items() if not isinstance(v, tuple)
-        }
+        p = learned.params_of(position)
         if eqn.primitive.name == "slice":
             starts, steps = p["start_indices"], p["strides"] or (1,) * len(shape)
             if steps[d] != 1:
@@ -271,6 +269,11 @@ class Places:
                 a.val if isinstance(a, compat.Literal) else self._value(a, in_row=True)
                 for a in eqn.invars[1:]
             ]
+        if isinstance(starts[d], Count) or (position, 1 + d) in learned.literals:
+            raise SplitError(
+                f"{compat.where(eqn)}: a table is cut from a row on that depends on how many tokens there "
+                "are: take the rows at the tokens' positions"
+            )
         rows = jnp.take(operand, self.row[0] + starts[d], axis=d, mode="clip")
         if eqn.primitive.name == "slice":
             cut = [slice(s, e, step) for s, e, step in zip(starts, p["limit_indices"], steps, strict=True)]
