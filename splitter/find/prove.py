@@ -287,7 +287,7 @@ def _how_it_differs(values: Sequence[np.ndarray]) -> str:
             "attention kernels have no such bias"
         )
     seen = np.all([x == x.max() for x in values], axis=0)
-    if n > 1 and not np.triu(seen, 1).any() and not seen.diagonal()[1:].any():
+    if seen.diagonal(-1).all() and not np.triu(seen, 1).any() and not seen.diagonal()[1:].any():
         return "its mask hides each token from itself: causal attention sees the token's own key, too"
     ahead = np.triu(same, 1)
     if ahead.any():
