@@ -396,7 +396,7 @@ def changed(change: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_tokens_is_refused_however_seldom_it_shows(name: str):
     change, says = MIXES[name]
-    with pytest.raises(SplitError, match=says):
+    with pytest.raises(SplitError, match=rf"test_find.py:\d+ .*{says}"):
         find_attention(*changed(lambda x, tokens, _: change(x, tokens, jnp.arange(x.shape[1]))), max_len=64)
 
 

@@ -184,10 +184,11 @@ def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[
             yield from _mixing(facts, position)
 
 
-def _mixing(facts: Facts, position: int) -> Iterator[Problem]:
+def _mixing(facts: Facts, position: int, caller: str = "") -> Iterator[Problem]:
     """Where a token sees others outside of an attention, in an equation or within it."""
     eqn = facts.eqns[position]
     name = eqn.primitive.name
+    here = _place(eqn, caller)
     of_tokens = [v for v in eqn.invars if facts.of_tokens(v) and facts.learned.token_dims(v)]
     if not of_tokens:
         return
@@ -195,24 +196,30 @@ def _mixing(facts: Facts, position: int) -> Iterator[Problem]:
         by_token = name == "scan" and isinstance(facts.learned.params_of(position)["length"], Count)
         if by_token and compat.scan_counts(eqn)[1] and not all(is_routed(facts, v) for v in of_tokens):
             yield Problem(
-                compat.where(eqn),
+                here,
                 "a scan over tokens carries a value from one to the next: attention is the only thing that "
                 "may mix tokens",
             )
         if name == "cond" and facts.of_tokens(eqn.invars[0]):
-            yield Problem(compat.where(eqn), _DECIDES)
+            yield Problem(here, _DECIDES)
         for body, indices in _bodies(facts, position):
             for inner in sorted(body.live):
                 if _counts_tokens(body, inner) and indices.isdisjoint(body.eqns[inner].outvars):
                     yield Problem(
-                        compat.where(body.eqns[inner]),
+                        _place(body.eqns[inner], here),
                         f"tokens are numbered or counted within a {name}: take positions from the argument",
                     )
-                yield from _mixing(body, inner)
+                yield from _mixing(body, inner, here)
             if name == "while" and len(body.learned.jaxpr.outvars) == 1 and _is_pred(body):
-                yield Problem(compat.where(eqn), _DECIDES)
+                yield Problem(here, _DECIDES)
     elif _mixes(facts, position, of_tokens):
-        yield Problem(compat.where(eqn), f"{name} mixes tokens: attention is the only thing that may")
+        yield Problem(here, f"{name} mixes tokens: attention is the only thing that may")
+
+
+def _place(eqn: compat.JaxprEqn, caller: str) -> str:
+    """Where an equation is in the user's code; what a library holds within a body counts as its caller's."""
+    where = compat.where(eqn)
+    return where if " (" in where else caller or where
 
 
 def _bodies(facts: Facts, position: int) -> Iterator[tuple[Facts, frozenset[Any]]]:
