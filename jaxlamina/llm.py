@@ -271,11 +271,10 @@ class LLM:
         """
         prompts = _list_of(prompts)
         params = _one_each(sampling_params, len(prompts))
-        if isinstance(priority, int) or (priority is not None and len(priority) != len(prompts)):
-            n = 1 if isinstance(priority, int) else len(priority)
-            raise UserError(
-                f"priority={priority!r:.60}: {n} for {len(prompts)} prompts; give a list, one each"
-            )
+        if not isinstance(priority, Sequence | np.ndarray | None):
+            raise UserError(f"priority={priority!r:.60} must be a list, one each for the prompts")
+        if priority is not None and len(priority) != len(prompts):
+            raise UserError(f"{len(priority)} priorities for {len(prompts)} prompts: give one each")
         if on_token is not None and not callable(use_tqdm):
             use_tqdm = False
         with (

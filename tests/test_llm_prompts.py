@@ -73,7 +73,7 @@ def test_bare_token_ids_are_prompts(llm: LLM):
             {"sampling_params": {"max_tokens": 3}},
             "sampling_params must be a SamplingParams, or a list of them",
         ),
-        ({"priority": 3}, "priority=3: 1 for 1 prompts; give a list, one each"),
+        ({"priority": 3}, "priority=3 must be a list, one each for the prompts"),
     ],
 )
 def test_what_goes_with_no_prompt_is_refused(llm: LLM, how: dict[str, Any], line: str):
