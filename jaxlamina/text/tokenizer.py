@@ -131,7 +131,7 @@ class Tokenizer:
         """Whether a text with ``skip_special_tokens`` is without ``token``."""
         return token in self._special.values()
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Of all those tokens."""
         return frozenset(self._special)

@@ -321,9 +321,9 @@ class HostStore:
         at = partial(jax.sharding.SingleDeviceSharding, device)
         kinds = {memory.kind for memory in device.addressable_memories()}
         can_pin = "pinned_host" in kinds
-        self._rows_at = (sharding or at()).with_memory_kind("pinned_host") if can_pin else None
+        self._rows_to = (sharding or at()).with_memory_kind("pinned_host") if can_pin else None
         # Of a token's KV in one row, whose heads several devices do not share out so.
-        self.pinned = None if sharding else self._rows_at
+        self.pinned = None if sharding else self._rows_to
         # Named in full: `device_put` to a plain device does not see that pinned memory is elsewhere.
         self.on_device = sharding or at(memory_kind=device.default_memory().kind)
         self._block_of = np.full(n_slots, -1, np.int64)
@@ -373,7 +373,7 @@ class HostStore:
         yield from found
 
     def _to_host(self, rows: Rows) -> Rows:
-        return jax.device_get(rows) if self._rows_at is None else jax.device_put(rows, self._rows_at)
+        return jax.device_get(rows) if self._rows_to is None else jax.device_put(rows, self._rows_to)
 
     def _add(self, host_slots: Int[np.ndarray, " n"], rows: Rows) -> None:
         self._blocks[self._next] = rows
