@@ -4,6 +4,7 @@ whole models that go on after what an earlier one has computed."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import multiprocessing
@@ -17,6 +18,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +42,7 @@ from jaxlamina.kv import SlotList
 from jaxlamina.kv.kept import EVERY_STEPS, NOTHING_LOST, RECORD, KeptFound, KeptPrefixes, KeptWanted, Lost
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_folders
+from jaxlamina.process.cuda_driver import CudaDriver, CudaError
 from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.ranks.kv_copies import RankCopies
 from jaxlamina.ranks.kv_room import moving_handlers
@@ -47,6 +50,7 @@ from jaxlamina.weights.fingerprint import fingerprint
 from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
 from jaxlamina.workers.kv_pools import KVPools
+from jaxlamina.workers.pinned_pieces import PinnedPieces
 from jaxlamina.workers.spec import AttentionSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -517,6 +521,85 @@ def test_a_file_is_mapped_ahead_as_it_fills_and_takes_no_memory(tmp_path):
         again.close()
         assert MappedAhead(path, row_bytes, "two").n_populated == 0
         assert MappedAhead(path, row_bytes, "two").taken(0, 0) is None
+
+
+class HostCopies:
+    """A device's driver where the device's memory is the host's."""
+
+    def __init__(self):
+        self.pinned = {}
+
+    def pin(self, address, n_bytes):
+        if len(self.pinned) == 40:
+            raise CudaError("cuMemHostRegister_v2: out of memory (2)")
+        self.pinned[address] = n_bytes
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+    def begin_copies(self, to, parts):
+        for address, n_bytes in parts:
+            assert any(a <= address and address + n_bytes <= a + n for a, n in self.pinned.items())
+            ctypes.memmove(to, address, n_bytes)
+            to += n_bytes
+
+    def wait_for_copies(self):
+        pass
+
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_what_a_spare_has_pinned_comes_back_with_the_rest(monkeypatch, platform):
+    """Rows of pinned pieces, of others, and of pieces that could not be pinned any more."""
+    monkeypatch.setattr("jaxlamina.workers.kv_pools._LANDING_BYTES", 2**17)
+    monkeypatch.setattr(
+        "jaxlamina.workers.kept_kv.PinnedPieces", partial(PinnedPieces, piece_bytes=mmap.PAGESIZE)
+    )
+    spec = AttentionSpec(2, 12, np.dtype(np.float32), 1.0, None, None, "auto")  # rows of 384 bytes
+    n, rng = 2000, np.random.default_rng(0)
+    device = jax.devices(platform)[0]
+    on_gpu, driver = platform == "gpu", HostCopies()
+    monkeypatch.setattr(KVPools, "_new_pins", lambda self: CudaDriver(self.device) if on_gpu else driver)
+    filled = rng.normal(size=(4, n, 2, 12)).astype(np.float32)
+
+    def pools_of(value):
+        pools = KVPools([spec] * 2, n, device)
+        pools._packs = True
+        pools.k, pools.v = ([x.at[:].set(v) for x, v in zip(xs, value, strict=True)]
+                            for xs, value in ((pools.k, value[:2]), (pools.v, value[2:])))  # fmt: skip
+        return pools
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        wanted = KeptWanted(folder, "one", n)
+        before, places = pools_of(filled), rng.permutation(n)[: n - 500]
+        before.open_kept("worker0", wanted)
+        before.keep(np.arange(n - 500), places, np.ones(n - 500, np.uint64))
+        early, late = np.arange(0, 1500), np.arange(1500, n)
+        spare = pools_of(np.zeros_like(filled))
+        spare.open_kept("worker0", wanted._replace(folder=None))
+        before.kept.flush()
+        spare.open_kept("worker0", wanted._replace(ahead=True))
+        ahead = spare._ahead
+        wait_until(lambda: ahead.n_populated == len(places), 20)
+        where = np.full(n, -1)
+        where[places] = np.arange(n - 500)
+        rest = np.flatnonzero(where < 0)
+        before.keep(np.arange(n - 500, n), rest, np.ones(500, np.uint64))
+        where[rest] = np.arange(n - 500, n)
+        before.kept.flush()
+        wait_until(lambda: ahead.n_populated == n and (ahead.pinned.n_pinned >= 40), 20)
+        spare.open_kept("worker0", wanted)
+        is_pinned = spare.kept.is_pinned(np.arange(n))
+        assert is_pinned.any() and (on_gpu or not is_pinned.all())
+        for at in (early, late, rng.permutation(n), np.arange(n)[::-1], np.arange(7, 8)):
+            to = rng.permutation(n)[: len(at)]
+            spare.bring(at, to)
+            for have, want in zip((*spare.k, *spare.v), filled, strict=True):
+                assert (np.asarray(have)[to] == want[where[at]]).all()
+        with pytest.raises(IndexError, match="places"):
+            spare.bring(np.asarray([n]), np.asarray([0]))
+        spare.kept.close()
+        assert not spare.kept.is_pinned(np.arange(n)).any() and not driver.pinned
+        before.kept.close()
 
 
 def write_for_ever(path, ready):

@@ -192,14 +192,17 @@ def contents(made: KVPools) -> list[int]:
     return found[0].astype(int).tolist()
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("pinned", [True, False])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_the_host_store_keeps_what_it_was_given(pinned: bool, data):
+def test_the_host_store_keeps_what_it_was_given(pinned: bool, packs: bool, data):
     """Random moves against a dictionary; the numpy store too, which platforms without pinned memory get."""
     made = pools(40, 30)
+    made._packs = packs  # as beside an accelerator
     if not pinned:
-        made.host._pinned = None
+        assert made.host._rows_to is not None
+        made.host._rows_to = None
     held: dict[int, int] = {}
     device = list(range(40))
     for _ in range(data.draw(st.integers(1, 6))):
@@ -217,8 +220,10 @@ def test_the_host_store_keeps_what_it_was_given(pinned: bool, data):
         assert contents(made) == device and made.host.n_held == len(held)
 
 
-def test_gaps_in_the_host_store_are_closed():
+@pytest.mark.parametrize("packs", [False, True])
+def test_gaps_in_the_host_store_are_closed(packs: bool):
     made = pools(700, 400)
+    made._packs = packs
     for at in range(0, 400, 100):
         made.move_out(np.arange(at, at + 100), np.arange(at, at + 100))
     for _ in range(20):  # one token of each block stays behind for ever

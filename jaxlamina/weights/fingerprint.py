@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import UInt8, UInt32
 
 from jaxlamina.weights.later import Later, made
 
@@ -19,20 +20,23 @@ def fingerprint(params: Mapping[str, jax.Array | Later]) -> str:
     """Sixteen bytes in hexadecimal. Other weights, as after training, have another one; it is no proof
     against somebody who makes weights that agree in it."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(params):
+    found = []
+    for name in sorted(params):  # of all before one is waited for
         x = made(params[name])
-        digest.update(f"{name} {x.dtype} {x.shape} ".encode())
-        digest.update(_of_bits(x))
+        found.append((f"{name} {x.dtype} {x.shape} ", _of_bits(x)))
+    for name, bits in found:
+        digest.update(name.encode())
+        digest.update(np.asarray(bits).tobytes())
     return digest.hexdigest()
 
 
-def _of_bits(x: jax.Array) -> bytes:
+def _of_bits(x: jax.Array) -> UInt32[jax.Array, "2"] | UInt8[np.ndarray, "20"]:
     """In the host's memory they are read where they are: a program for each shape takes longer to compile. An
     accelerator's stay there."""
     if isinstance(x, jax.Array) and _PLATFORM_OF_HOST not in {device.platform for device in x.devices()}:
-        return np.asarray(_sums(x)).tobytes()
+        return _sums(x)
     bits = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return hashlib.sha1(bits.data, usedforsecurity=False).digest()
+    return np.frombuffer(hashlib.sha1(bits.data, usedforsecurity=False).digest(), np.uint8)
 
 
 @jax.jit

@@ -15,7 +15,7 @@ import queue
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -24,12 +24,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from jaxtyping import Int, Shaped, UInt8, UInt64
+from jaxtyping import Bool, Int, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import RECORD, TOGETHER, KeptFound, KeptPrefixes, KeptWanted, Lost, new_keys
 from jaxlamina.process import kept_folders
+from jaxlamina.process.cuda_driver import CudaError
 from jaxlamina.process.host_memory import boot_id, host_free_bytes, is_full, memory_folder
+from jaxlamina.workers.pinned_pieces import PinnedPieces, Pins
 
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
@@ -63,10 +65,13 @@ class MappedAhead:
     A thread has the kernel enter pages into this process's page tables as they come to hold KV: first touches
     are most of the time in which KV is read otherwise. Only places with marks are touched, so no page is
     allocated, and nothing is written. A file that is not of these rows and ``identity`` is left alone.
+    ``pins``: of a device that copies by itself from what is pinned.
     """
 
-    def __init__(self, path: Path, row_bytes: int, identity: str) -> None:
+    def __init__(self, path: Path, row_bytes: int, identity: str, pins: Pins | None = None) -> None:
         self.n_populated = 0  # places
+        self.pinned: PinnedPieces | None = None
+        self._is_refused = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kept KV ahead", daemon=True)
         self._mapping: mmap.mmap | None = None
@@ -81,16 +86,24 @@ class MappedAhead:
             _log.debug("kept KV is not mapped ahead: %s", error)
             os.close(self._file)
             return
+        if pins is not None:
+            memory = np.frombuffer(self._mapping, np.uint8)
+            rows = {"at": _n_bytes(n, 0), "n_rows": n, "row_bytes": row_bytes}
+            self.pinned = PinnedPieces(pins, memory.ctypes.data, len(memory), **rows)
         self._thread.start()
 
     def taken(self, file: int, n_bytes: int) -> mmap.mmap | None:
-        """The mapping, if it is of all of ``file``. Nothing is populated any more."""
+        """The mapping, if it is of all of ``file``; else nothing stays pinned. Nothing is populated any
+        more."""
         if self._mapping is None:
             return None
         self._over.set()
         self._thread.join()
         is_same = os.path.sameopenfile(self._file, file) and len(self._mapping) == n_bytes
         os.close(self._file)
+        if not is_same and self.pinned is not None:
+            self.pinned.release()
+            self.pinned = None
         return self._mapping if is_same else None
 
     def _run(self) -> None:
@@ -109,9 +122,23 @@ class MappedAhead:
                         self._mapping.madvise(_MADV_POPULATE_READ, at, min(_POPULATED_BYTES, last - at))
                 is_done[new] = True
                 self.n_populated = int(is_done.sum())
+                if len(new):
+                    self._pin(is_done)
                 self._over.wait(_LOOK_S)
         except (OSError, ValueError) as error:
             _log.debug("kept KV is not mapped ahead: %s", error)
+
+    def _pin(self, is_done: Bool[np.ndarray, " places"]) -> None:
+        if self.pinned is None or self._is_refused:
+            return
+        try:
+            for piece in self.pinned.due(is_done).tolist():
+                if self._over.is_set():
+                    return
+                self.pinned.pin(piece)
+        except CudaError as error:
+            self._is_refused = True
+            _log.debug("no more of kept KV is pinned ahead: %s", error)
 
 
 class KeptKV:
@@ -141,6 +168,7 @@ class KeptKV:
         self._where = str(path or "this process's memory")
         self._is_full = False
         self._folder = None
+        self._pinned: PinnedPieces | None = None
         if path is not None:
             self._folder = kept_folders.held_alone(path.parent)  # for as long as something is written there
             if (before := _writers.get(path.resolve())) is not None:
@@ -189,7 +217,10 @@ class KeptKV:
         return n
 
     def _mapped(self, ahead: MappedAhead | None) -> UInt8[np.ndarray, " bytes"]:
-        mapping = None if ahead is None else ahead.taken(self._file, self._n_bytes)
+        mapping = None
+        if ahead is not None:
+            mapping = ahead.taken(self._file, self._n_bytes)
+            self._pinned = ahead.pinned
         return np.frombuffer(mapping or mmap.mmap(self._file, self._n_bytes), np.uint8)
 
     def put(
@@ -259,10 +290,23 @@ class KeptKV:
         """As `rows_at`, into the first rows of ``out`` and without waiting; in any thread. Into memory that
         is used again, since a new array's pages are touched for the first time: that takes longer than the
         copy."""
-        if len(places) and not 0 <= places.min() <= places.max() < self.n_places:
-            raise IndexError(f"places {places} must be within 0 … {self.n_places - 1}")
+        self._check_places(places)
         # Any other mode than "raise" writes to `out` itself, and not to a copy of it.
         np.take(self._data, places, axis=0, out=out[: len(places)], mode="clip")
+
+    def is_pinned(self, places: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which rows a device copies by itself."""
+        self._check_places(places)
+        return np.zeros(len(places), bool) if self._pinned is None else self._pinned.has(places)
+
+    def _check_places(self, places: Int[np.ndarray, " n"]) -> None:
+        if len(places) and not 0 <= places.min() <= places.max() < self.n_places:
+            raise IndexError(f"places {places} must be within 0 … {self.n_places - 1}")
+
+    def parts(self, places: Int[np.ndarray, " n"]) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of these rows, which are pinned, in their order; to be read as by `read`."""
+        assert self._pinned is not None
+        return self._pinned.parts(places)
 
     def later(
         self,
@@ -323,6 +367,8 @@ class KeptKV:
                 self._n_written += len(waiting.places)
                 self._progress.notify_all()
         self._failed = self._failed or ValueError("what kept KV is closed")
+        if self._pinned is not None:
+            self._try(self._pinned.release)
         os.close(self._file)
 
     def _put_or_lose(self, waiting: _Later) -> None:

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,22 +23,25 @@ from jaxtyping import Int, Int32, Int64, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import NOTHING_LOST, KeptWanted, Lost
+from jaxlamina.process.cuda_driver import CudaDriver, CudaError
 from jaxlamina.process.host_memory import is_full
 from jaxlamina.workers.capacity import EXPLICIT_FRACTION, is_accelerator
 from jaxlamina.workers.kept_kv import FRACTION, KeptKV, MappedAhead
+from jaxlamina.workers.pinned_pieces import Pins
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from jaxlamina.workers.staging import Staging, memory_of
+from jaxlamina.workers.staging import Landing, Staging, memory_of
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 
-# A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all
-# sizes.
-_LEAST, _MOST = 16, 256
-# Of what is kept, which takes no memory but on its way: fewer programs before a first request.
-_KEPT_SIZES = (16, 64, 256)
+# A move is made in pieces of at most _MOST slots, each padded to one of these sizes, which a program serves.
+# Few, since they are there before a first request.
+_SIZES = (16, 64, 256)
+_MOST = max(_SIZES)
 # Pieces of kept KV in host memory at once: so many threads read some (each 5 GB/s on the host of an H100),
 # while others are copied to the device.
 _N_READERS = min(8, os.cpu_count() or 1)
 _N_READ = _N_READERS + 2
+# Pieces that the device copies by itself, which takes less time than the call of a program of 256 rows.
+_N_LANDINGS, _LANDING_BYTES = 3, 2**27
 
 _log = logging.getLogger("uvicorn.error")
 
@@ -71,6 +74,7 @@ class KVPools:
         self.host = HostStore(n_host_slots, device, sharding)
         self._of_kept: KeptKV | None = None
         self._ahead: MappedAhead | None = None
+        self._pins: Pins | None = None
         self._staging: Staging | None = None
         self._put_of: list[jax.Array | None] = [None] * _N_READ  # of each, ready once it may be written to
         self._copy = jax.jit(_copied, donate_argnums=0)
@@ -101,7 +105,8 @@ class KVPools:
         on."""
         self.host.check(host_slots)
         for piece in pieces(len(slots)):
-            self.host.put(host_slots[piece], self.take(slots[piece]))
+            packs, which = self._packs_moves, slots[piece]
+            self.host.put(host_slots[piece], [tuple(self._parts_at(which))] if packs else self.take(which))
 
     def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Brings ``host_slots`` back into ``slots``; the host's slots are empty then."""
@@ -109,7 +114,10 @@ class KVPools:
         for which, at, rows in self.host.pop(host_slots):
             to = np.full(len(rows[0][0]), self.n_slots, np.int32)
             to[at] = slots[which]
-            self.put(to, rows)
+            if self._packs_moves:
+                self._put_rows_packed(to, rows[0][0])
+            else:
+                self.put(to, rows)
 
     def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
         """The host slots hold nothing any more."""
@@ -119,7 +127,7 @@ class KVPools:
         """The KV of ``slots``, or of host slots, which hold nothing then: layer by layer what its keys' pool
         keeps, then its values'."""
         if host:
-            found = list(self.host.pop(slots))
+            found = [(which, at, self._not_packed(rows)) for which, at, rows in self.host.pop(slots)]
         else:
             parts = [np.arange(piece.start, piece.stop) for piece in pieces(len(slots))]
             found = [(part, np.arange(len(part)), self.take(slots[part])) for part in parts]
@@ -140,7 +148,10 @@ class KVPools:
         path = None if wanted.folder is None else Path(wanted.folder, f"{name}.kv")
         if wanted.ahead:
             if path is not None and self._ahead is None:
-                self._ahead = MappedAhead(path, row_bytes, wanted.identity)
+                self._pins = self._new_pins()
+                if self._pins is not None:
+                    self._put_bytes(np.empty(0, np.int64), self._new_landing(1).arrays[0])
+                self._ahead = MappedAhead(path, row_bytes, wanted.identity, self._pins)
             return self.kept.marks
         most, fraction = self.n_slots, FRACTION
         if wanted.n_places is not None:
@@ -148,15 +159,30 @@ class KVPools:
         if self._of_kept is not None:
             self._of_kept.close()
         else:
-            for size in _KEPT_SIZES:
-                self._parts_at(np.zeros(size, np.int64))
-                self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
-            if self._packs:  # pinned memory takes its time
+            with ThreadPoolExecutor(1, "pinned memory") as beside:  # which takes its time
+                staged = beside.submit(self._staged) if self._packs else None
+                for size in _SIZES:
+                    self._parts_at(np.zeros(size, np.int64))
+                    self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
+            if staged is not None:
+                staged.result()
                 self._put_of[0] = self._put_staged(np.full(1, self.n_slots), 0)
         ahead, self._ahead = self._ahead, None
         self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead, fraction)
         self._of_kept.end_with(self)
         return self._of_kept.marks
+
+    def _new_pins(self) -> Pins | None:
+        """None where no device copies kept KV by itself."""
+        if self._packs and self.host.pinned is not None:
+            with suppress(OSError, CudaError):  # another maker's GPU, say
+                return CudaDriver(self.device)
+        return None
+
+    @property
+    def _packs_moves(self) -> bool:
+        """Whether what goes to the host store is packed, too: not what several devices share out."""
+        return self._packs and not self.host.is_shared_out
 
     @property
     def row_bytes(self) -> int:
@@ -202,9 +228,43 @@ class KVPools:
         return self._of_kept.take_lost()
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
-        """Copies what is kept at ``places`` into ``slots``, once that is written; it stays kept. Pieces are
-        read into a few arrays that are used again and again, while others are copied to the device."""
+        """Copies what is kept at ``places`` into ``slots``, once that is written; it stays kept."""
         self.kept.wait_for(places)
+        is_pinned = self.kept.is_pinned(places)
+        self._bring_by_device(places[is_pinned], slots[is_pinned])
+        self._bring_by_host(places[~is_pinned], slots[~is_pinned])
+
+    def _bring_by_device(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        """From where it is kept, a piece while a program stores the one before."""
+        if not len(slots):
+            return
+        landing = self._new_landing(_N_LANDINGS)
+        todo = list(pieces(len(slots), len(landing.arrays[0])))
+        stored: list[jax.Array | None] = [None] * _N_LANDINGS  # of each, ready once it may be written to
+
+        def begin(i: int) -> None:
+            which = i % _N_LANDINGS
+            jax.block_until_ready(stored[which])
+            landing.begin(which, self.kept.parts(places[todo[i]]))
+
+        begin(0)
+        for i, piece in enumerate(todo):
+            which = i % _N_LANDINGS
+            landing.wait()
+            if i + 1 < len(todo):
+                begin(i + 1)
+            stored[which] = self._put_bytes(slots[piece], landing.arrays[which])
+
+    def _new_landing(self, n: int) -> Landing:
+        assert self._pins is not None
+        dtype = _packed_dtype(self._arrays())
+        n_rows = max(_MOST, 1 << (_LANDING_BYTES // self.row_bytes).bit_length() - 1)
+        shape = n_rows, self.row_bytes // dtype.itemsize
+        return Landing(self._pins, n, shape, dtype, self.host.on_device)
+
+    def _bring_by_host(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        """Pieces are read into a few arrays that are used again and again, while others are copied to the
+        device."""
         staging = self._staged()
         todo = list(pieces(len(slots)))
 
@@ -236,7 +296,7 @@ class KVPools:
         return Staging(_N_READ, _MOST, self.row_bytes, dtype, pinned=pinned, device=self.host.on_device)
 
     def _put_staged(self, slots: Int[np.ndarray, " n"], which: int) -> jax.Array | None:
-        staging, n = self._staged(), _kept_width(len(slots))
+        staging, n = self._staged(), _width(len(slots))
         rows = staging.on_device(which, n) if self._packs else staging.arrays[which][:n]
         return self._put_bytes(slots, rows)
 
@@ -246,7 +306,7 @@ class KVPools:
 
     def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
         """Stores what another worker's `kept_rows` gave (at most a piece of `pieces`)."""
-        self._put_bytes(slots, np.pad(rows, [(0, _kept_width(len(slots)) - len(slots)), (0, 0)]))
+        self._put_bytes(slots, np.pad(rows, [(0, _width(len(slots)) - len(slots)), (0, 0)]))
 
     def _put_bytes(
         self, slots: Int[np.ndarray, " n"], rows: Shaped[np.ndarray, "width _"] | jax.Array
@@ -256,16 +316,32 @@ class KVPools:
         to = padded(slots, self.n_slots, len(rows))
         if self._packs:
             packed = rows if isinstance(rows, jax.Array) else rows.view(_packed_dtype(self._arrays()))
-            (self.k, self.v), done = self._put_packed((self.k, self.v), packed, to)
-            return done
+            return self._put_rows_packed(to, packed)
         assert isinstance(rows, np.ndarray)
+        self.put(to, self._parts_of(rows))
+        return None
+
+    def _put_rows_packed(
+        self, to: Int32[np.ndarray, " width"], packed: Shaped[np.ndarray, "width _"] | jax.Array
+    ) -> jax.Array:
+        (self.k, self.v), done = self._put_packed((self.k, self.v), packed, to)
+        return done
+
+    def _parts_of(self, rows: UInt8[np.ndarray, "width row_bytes"]) -> Rows:
+        """What whole tokens' rows are, pool by pool."""
         parts, at = [], 0
         for x in self._arrays():
             bits = rows[:, at : at + x.nbytes // len(x)].copy()
-            parts.append(bits.view(x.dtype).reshape(len(to), *x.shape[1:]))
+            parts.append(bits.view(x.dtype).reshape(len(rows), *x.shape[1:]))
             at += bits.shape[1]
-        self.put(to, self._per_pool(parts))
-        return None
+        return self._per_pool(parts)
+
+    def _not_packed(self, rows: Rows) -> Rows:
+        """Of what was moved out."""
+        if not self._packs_moves:
+            return rows
+        packed = np.ascontiguousarray(rows[0][0])
+        return self._parts_of(packed.view(np.uint8).reshape(len(packed), -1))
 
     def _per_pool(self, flat: Sequence[Shaped[np.ndarray, "M ..."]]) -> Rows:
         """What is in the order of `_arrays`, pool by pool."""
@@ -274,7 +350,7 @@ class KVPools:
 
     def _parts_at(self, slots: Int[np.ndarray, " n"]) -> list[jax.Array]:
         """All layers' KV of ``slots`` (at most a piece of `pieces`), padded, in what is copied at once."""
-        to = padded(slots, 0, _kept_width(len(slots)))
+        to = padded(slots, 0)
         take = self._take_packed if self._packs else self._take
         return jax.tree.leaves(take((self.k, self.v), to))
 
@@ -317,7 +393,7 @@ class HostStore:
         self, n_slots: int, device: jax.Device, sharding: jax.sharding.Sharding | None = None
     ) -> None:
         """``sharding``: of pools that several devices share out."""
-        self.n_slots = n_slots
+        self.n_slots, self.is_shared_out = n_slots, sharding is not None
         at = partial(jax.sharding.SingleDeviceSharding, device)
         kinds = {memory.kind for memory in device.addressable_memories()}
         can_pin = "pinned_host" in kinds
@@ -409,9 +485,9 @@ class HostStore:
             self._add(slots, self._to_host(block))
 
 
-def pieces(n: int) -> Iterator[slice]:
+def pieces(n: int, most: int = _MOST) -> Iterator[slice]:
     """``n`` slots in goes of at most as many as one program moves."""
-    return (slice(first, min(first + _MOST, n)) for first in range(0, n, _MOST))
+    return (slice(first, min(first + most, n)) for first in range(0, n, most))
 
 
 def padded(slots: Int[np.ndarray, " n"], fill: int, width: int | None = None) -> Int32[np.ndarray, " width"]:
@@ -423,19 +499,11 @@ def padded(slots: Int[np.ndarray, " n"], fill: int, width: int | None = None) ->
 
 def move_sizes(n: int) -> list[int]:
     """The sizes of programs that move up to ``n`` slots."""
-    return [
-        size
-        for size in (1 << i for i in range(_MOST.bit_length()))
-        if _LEAST <= size <= _width(min(n, _MOST))
-    ]
+    return [size for size in _SIZES if size <= _width(min(n, _MOST))]
 
 
 def _width(n: int) -> int:
-    return max(_LEAST, 1 << (n - 1).bit_length())
-
-
-def _kept_width(n: int) -> int:
-    return next(size for size in _KEPT_SIZES if n <= size)
+    return next(size for size in _SIZES if n <= size)
 
 
 def _empty(

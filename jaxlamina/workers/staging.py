@@ -7,10 +7,14 @@ host copies first (an H100 takes 5 GB/s so, and 49 from pinned memory). Knows by
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped, UInt8
+
+from jaxlamina.workers.pinned_pieces import Pins
 
 
 class Staging:
@@ -48,6 +52,26 @@ class Staging:
         if self._pinned:
             return jax.device_put(self._pinned[i], self._device)
         return self.arrays[i][:n_rows].view(self._dtype)
+
+
+class Landing:
+    """``n`` arrays ``[n_rows, row]`` on a device, to which it copies pinned memory of the host by itself."""
+
+    def __init__(
+        self, pins: Pins, n: int, shape: tuple[int, int], dtype: np.dtype, device: jax.sharding.Sharding
+    ) -> None:
+        self._pins = pins
+        # Whatever ran before in the same memory has ended then.
+        self.arrays = jax.block_until_ready([jnp.zeros(shape, dtype, device=device) for _ in range(n)])
+
+    def begin(self, i: int, parts: Iterable[tuple[int, int]]) -> None:
+        """Copies ``parts``, (address, bytes) each, to array ``i``, which no program reads any more. Until
+        `wait` the array may not be read."""
+        self._pins.begin_copies(self.arrays[i].unsafe_buffer_pointer(), parts)
+
+    def wait(self) -> None:
+        """For all that was begun."""
+        self._pins.wait_for_copies()
 
 
 def memory_of(x: jax.Array) -> UInt8[np.ndarray, " bytes"]:
