@@ -30,7 +30,7 @@ def fingerprint(params: Mapping[str, jax.Array | Later]) -> str:
     return digest.hexdigest()
 
 
-def _of_bits(x: jax.Array) -> UInt32[jax.Array, "2"] | UInt8[np.ndarray, "20"]:
+def _of_bits(x: jax.Array) -> UInt32[jax.Array, " 2"] | UInt8[np.ndarray, " 20"]:
     """In the host's memory they are read where they are: a program for each shape takes longer to compile. An
     accelerator's stay there."""
     if isinstance(x, jax.Array) and _PLATFORM_OF_HOST not in {device.platform for device in x.devices()}:
