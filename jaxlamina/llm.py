@@ -109,6 +109,7 @@ class LLM:
         self.model: CausalLM = source.model
         CLOCK.done("imports")
         self.place = ModelPlace.of(o, devices, group, self.model.kv_heads)
+        self.place.begin_memory()
         CLOCK.done("devices")
         on_cpu = not is_accelerator(self.place.model_device)
         self.dtype, self.why_dtype = self._dtype(o.dtype, source.own_dtype, on_cpu)

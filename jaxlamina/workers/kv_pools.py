@@ -315,14 +315,17 @@ class KVPools:
         Their memory may be written to again once the number is ready; None: at once."""
         to = padded(slots, self.n_slots, len(rows))
         if self._packs:
-            packed = rows if isinstance(rows, jax.Array) else rows.view(_packed_dtype(self._arrays()))
-            return self._put_rows_packed(to, packed)
+            if not isinstance(rows, jax.Array):
+                rows = rows.view(_packed_dtype(self._arrays()))
+                if not self.host.is_shared_out:  # a program for arrays of the host would be another one
+                    rows = jax.device_put(rows, self.host.on_device)
+            return self._put_rows_packed(to, rows)
         assert isinstance(rows, np.ndarray)
         self.put(to, self._parts_of(rows))
         return None
 
     def _put_rows_packed(
-        self, to: Int32[np.ndarray, " width"], packed: Shaped[np.ndarray, "width _"] | jax.Array
+        self, to: Int32[np.ndarray, " width"], packed: Shaped[jax.Array | np.ndarray, "width _"]
     ) -> jax.Array:
         (self.k, self.v), done = self._put_packed((self.k, self.v), packed, to)
         return done
