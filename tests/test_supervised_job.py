@@ -21,6 +21,9 @@ while 'dop="1,2"' in sys.argv and (here / "hold").exists():
     time.sleep(0.01)
 if 'dop="1,2"' in sys.argv and (here / "broken").exists():
     sys.exit(1)
+if 'dop="1,2"' in sys.argv and (here / "wrong").exists():
+    from jaxlamina.cli.main import main
+    sys.exit(main(["plan", "--model", "nothing-there"], who="rank 1"))
 {SERVER}
 """
 # `python` is a link: without it nothing can be started.
@@ -238,6 +241,23 @@ def test_a_signal_during_a_change_leaves_the_job_to_finish(tmp_path):
         print(first.exit_code(), new.exit_code())
     """
     assert supervise(tmp_path, scenario)[-2:] == ["the server is shutting down", "None None"]
+
+
+def test_a_change_that_cannot_be_says_what_its_job_said(tmp_path):
+    """The line of the first of its processes that ended with an error."""
+    (tmp_path / "wrong").touch()
+    scenario = """
+        operating = Operating(job)
+        await job.ready(20)
+        try:
+            await operating.apply(json.dumps(dict(instruction="scale", attention=1)).encode())
+        except ApiError as error:
+            print(error.status, error)
+        print([path.name for path in folder.glob("*.why")], operating.status()["workers"]["attention"])
+    """
+    said, left = (line for line in supervise(tmp_path, scenario) if not line.startswith("log: "))
+    assert said.startswith("409 the new job ended with code 2: rank 1: ") and "nothing" in said, said
+    assert said.endswith("; the one before it runs on") and left == "[] 1"
 
 
 @pytest.mark.parametrize(("comes", "workers"), [(True, 2), (False, 1)])

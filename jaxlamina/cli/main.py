@@ -36,6 +36,7 @@ from jaxlamina.cli import (
 )
 from jaxlamina.console.command import HELP, add, as_options
 from jaxlamina.errors import UserError
+from jaxlamina.server.pieces import WHY
 
 app = typer.Typer(
     name="jaxlamina",
@@ -107,9 +108,17 @@ def main(
             raise
         if isinstance(error, OSError):  # what is still buffered cannot be written either
             _drop_output()
-        print(f"error: {who}: {line}" if who else f"error: {line}", file=sys.stderr)
+        line = f"{who}: {line}" if who else line
+        _tell_supervisor(line)
+        print(f"error: {line}", file=sys.stderr)
         return 2
     return _flushed(0)
+
+
+def _tell_supervisor(line: str) -> None:
+    """Why this process ends, if nobody else of its job has said so, nor a supervisor is there."""
+    with contextlib.suppress(KeyError, OSError), open(os.environ[WHY], "x", encoding="utf-8") as file:
+        file.write(line)
 
 
 def _flushed(code: int) -> int:

@@ -15,6 +15,9 @@ SECRET = "JAXLAMINA_SUPERVISOR"
 """The environment's variable with what a supervisor proves itself by, in `HEADER`. Without it nobody is
 served so."""
 HEADER = "x-jaxlamina-supervisor"
+WHY = "JAXLAMINA_WHY"
+"""The environment's variable with the path of a file that the first process of a job to end with an error
+writes its line to."""
 STANDBY = "JAXLAMINA_STANDBY"
 """The environment's variable of a server that waits for another's end (`jaxlamina.server.standing_by`)."""
 IMPORTS = "JAXLAMINA_IMPORTS"

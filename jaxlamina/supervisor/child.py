@@ -270,8 +270,8 @@ class SupervisedJob:
                 continue
             if self._spare is new:
                 self._spare = None
+                what = new.ended_with() if code is not None else f"was not ready in {deadline_s:g} s"
                 await self._end(new)
-                what = f"ended with code {code}" if code is not None else f"was not ready in {deadline_s:g} s"
                 raise NotChanged(f"the new job {what}; the one before it runs on")
             if self._running is not new:
                 await self._end(new)
@@ -374,8 +374,7 @@ class SupervisedJob:
                 self._spare = None
                 n_failed += 1
                 pause_s = spare_pause_s(n_failed)
-                code = spare.process.returncode
-                _log.error("the spare has ended: exit code %s; the next one in %.0f s", code, pause_s)
+                _log.error("the spare %s; the next one in %.0f s", spare.ended_with(), pause_s)
                 await self._end(spare)
                 await asyncio.sleep(pause_s)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxlamina.process import ending
 from jaxlamina.process.parents import end_with_parent
-from jaxlamina.server.pieces import HEADER, IMPORTS, SECRET, STANDBY, STANDS_BY, TAKES_OVER
+from jaxlamina.server.pieces import HEADER, IMPORTS, SECRET, STANDBY, STANDS_BY, TAKES_OVER, WHY
 from jaxlamina.supervisor.job_client import JobClient
 
 NOT_STARTED = (OSError, MemoryError, subprocess.SubprocessError)
@@ -46,12 +46,13 @@ class Running:
         self.n, self.command, self.is_spare, self.imports_alone = n, command, is_spare, imports_alone
         self.socket = folder / f"{n}.sock"
         self.client = JobClient(self.socket, {HEADER: secret})
+        self._why = Path(f"{self.socket}.why")
         waits = {IMPORTS: str(self.socket)} if imports_alone else {STANDBY: "1"} if is_spare else {}
         # Last: what fails before it leaves no process behind.
         self.process = subprocess.Popen(
             [*command, str(self.socket)],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {SECRET: secret} | waits,
+            env=os.environ | {SECRET: secret, WHY: str(self._why)} | waits,
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
             preexec_fn=partial(end_with_parent, signal.SIGKILL),  # noqa: PLW1509 (from the main thread)
         )
@@ -60,6 +61,14 @@ class Running:
     def exit_code(self) -> int | None:
         """None: it runs. One that does not may be there still."""
         return ending.code_of(self.process, self._since)
+
+    def ended_with(self) -> str:
+        """Its exit code, and what the first of its processes to end with an error has said of it."""
+        try:
+            line = self._why.read_text(encoding="utf-8", errors="replace")
+        except (OSError, MemoryError):
+            line = ""
+        return f"ended with code {self.exit_code()}{': ' if line else ''}{line}"
 
     @property
     def stands_by(self) -> bool:
@@ -74,5 +83,5 @@ class Running:
     async def forget(self) -> None:
         """It is over."""
         await self.client.close()
-        for of_it in ("", STANDS_BY, TAKES_OVER):
-            Path(f"{self.socket}{of_it}").unlink(missing_ok=True)
+        for path in (self._why, *(Path(f"{self.socket}{of_it}") for of_it in ("", STANDS_BY, TAKES_OVER))):
+            path.unlink(missing_ok=True)
