@@ -15,15 +15,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody says so 
 
 # With two attention workers it is not ready for as long as a file is there, and ends if another one is.
 PROGRAM = f"""
-import os, pathlib, sys, time
+import os, pathlib, subprocess, sys, time
 here = pathlib.Path(sys.argv[-1]).parents[1]
 while 'dop="1,2"' in sys.argv and (here / "hold").exists():
     time.sleep(0.01)
 if 'dop="1,2"' in sys.argv and (here / "broken").exists():
     sys.exit(1)
 if 'dop="1,2"' in sys.argv and (here / "wrong").exists():
-    from jaxlamina.cli.main import main
-    sys.exit(main(["plan", "--model", "nothing-there"], who="rank 1"))
+    wrong = [{sys.executable!r}, "-m", "jaxlamina", "plan", "--model", "nothing-there"]
+    sys.exit(subprocess.run(wrong).returncode)
 {SERVER}
 """
 # `python` is a link: without it nothing can be started.
@@ -256,7 +256,7 @@ def test_a_change_that_cannot_be_says_what_its_job_said(tmp_path):
         print([path.name for path in folder.glob("*.why")], operating.status()["workers"]["attention"])
     """
     said, left = (line for line in supervise(tmp_path, scenario) if not line.startswith("log: "))
-    assert said.startswith("409 the new job ended with code 2: rank 1: ") and "nothing" in said, said
+    assert said.startswith("409 the new job ended with code 2: no model shape 'nothing-there'"), said
     assert said.endswith("; the one before it runs on") and left == "[] 1"
 
 
