@@ -31,10 +31,10 @@ DEFAULT_SEQS = 32
 PROMPT_BATCH_TOKENS = 512
 """Of short prompts in one call on an accelerator, which takes as long to read the weights as to multiply them
 with some 300 tokens (docs/findings.md)."""
-NOTICE_S, START_S, KV_RETURN_GB_S = 1.0, 32.0, 1.1
+NOTICE_S, START_S, KV_RETURN_GB_S = 0.05, 10.0, 18.0
 """What a failure costs where nobody says: until it is noticed, until the job is ready again, and how fast KV
-comes back. One H100's, without a spare (docs/reliability.md); KV's as of 2026-11-25, before a spare mapped it
-ahead (docs/findings.md)."""
+comes back. Of one process with a GPU and no spare, the 8B shape with weights drawn at random: 0.02 to 0.05,
+6.4 to 9.7 and 17 to 20 on three hosts with H100s or H200s (docs/reliability.md)."""
 FILES_HELP = (
     "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the "
     "Hugging Face Hub (org/name:file.gguf for a GGUF)"

@@ -106,7 +106,7 @@ def test_times_are_of_all_devices_and_of_a_seed():
         ({"start_s": -1}, "start_s=-1 must be at least 0 and 1e.12 at most"),
         ({"start_s": 1e300}, "1e.12 at most"),
         ({"mtbf_hours": 1e300}, "3e.08 at most"),
-        ({"mtbf_hours": 0.01}, r"a job of 3 devices fails every 12 s, and starts again in 33 s"),
+        ({"mtbf_hours": 0.008}, r"a job of 3 devices fails every 9.6 s, and starts again in 10.1 s"),
     ],
 )
 def test_what_cannot_be_is_said(changes, message):

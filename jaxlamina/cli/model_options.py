@@ -122,7 +122,7 @@ NoticeS = Annotated[float, typer.Option("--notice-s", help="With --mtbf-hours: u
 StartS = Annotated[
     float,
     typer.Option(
-        "--start-s", help="With --mtbf-hours: until the job is ready again; with a spare about 0.5."
+        "--start-s", help="With --mtbf-hours: until the job is ready again; with a spare about 0.4."
     ),
 ]
 KvReturnGbS = Annotated[
