@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
-from test_tool_parsers import CUTS, HERMES, in_pieces
+from test_tool_parsers import CUTS, HERMES, LIST, LLAMA, NAMED, PYTHON, in_pieces
 
 from jaxlamina.engine.outputs import CompletionOutput, RequestOutput, TokenEvent
 from jaxlamina.server import reasoning
@@ -17,6 +17,7 @@ from jaxlamina.server.errors import ApiError
 from jaxlamina.server.forms import dump
 from jaxlamina.server.reading import Reading
 from jaxlamina.server.responses import ResponsesForm, ResponsesRequest, as_chat
+from jaxlamina.server.tool_parsers import PARSERS
 
 READING = Reading("auto", "hermes", reasoning.PARSERS["qwen3"])
 texts = st.lists(
@@ -29,18 +30,15 @@ def output_of(text, reason):
     return RequestOutput("r", None, (1, 2), text, (1, 2, 3), reason, outputs=(completion,))
 
 
-def form():
-    return ResponsesForm(ResponsesRequest(input="x"), "m", READING, lambda text: len(text.split()))
+def form(reading=READING):
+    return ResponsesForm(ResponsesRequest(input="x"), "m", reading, lambda text: len(text.split()))
 
 
 def said(output):
-    """Of an answer's items all that is thought, all that is answered, and the calls."""
-    parts = {"reasoning": "", "message": ""}
-    for item in output:
-        if item["type"] in parts:
-            parts[item["type"]] += item["content"][0]["text"]
-    calls = [(item["name"], item["arguments"]) for item in output if item["type"] == "function_call"]
-    return parts["reasoning"], parts["message"].strip(), calls
+    """What an answer's items say, each with its kind."""
+    return [
+        (item["type"], item.get("arguments") or item["content"][0]["text"], item["status"]) for item in output
+    ]
 
 
 @given(text=texts.map("".join), cuts=CUTS, reason=st.sampled_from(["stop", "length"]))
@@ -72,6 +70,37 @@ def test_events_say_what_the_whole_answer_says(text, cuts, reason):
         assert deltas == (
             item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         )
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(
+    text=st.lists(
+        st.sampled_from(
+            ["<think>", "</think>", "One ", " ", "two", "; ", HERMES, LLAMA, LIST, NAMED, PYTHON]
+        ),
+        max_size=7,
+    ).map("".join),
+    cuts=CUTS,
+)
+def test_how_a_text_is_cut_makes_no_difference_to_the_items(name, text, cuts):
+    reading = Reading("auto", name, reasoning.PARSERS["qwen3"])
+    output = output_of(text, "stop")
+    streamed = form(reading)
+    for piece in in_pieces(text, cuts):
+        for _ in streamed.piece(0, piece, None, None):
+            pass
+    for _ in streamed.end(0, output.outputs[0]):
+        pass
+    found = streamed.usage_chunk(streamed.usage([output])).model_dump()["response"]["output"]
+    assert said(found) == said(dump(form(reading).whole([output]))["output"])
+
+
+def test_text_and_calls_keep_their_order():
+    text = f"One {HERMES} two {HERMES}{HERMES}\nthree"
+    found = dump(form().whole([output_of(text, "stop")]))["output"]
+    call = ("function_call", '{"a": "\\u00e9"}', "completed")
+    message = [("message", words, "completed") for words in ("One ", " two ", "\nthree")]
+    assert said(found) == [message[0], call, message[1], call, call, message[2]]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest
 from jaxlamina.server.reading import Reading
-from jaxlamina.server.tool_parsers import PARSERS, ForcedCallParser, parse, parser_of
+from jaxlamina.server.tool_parsers import PARSERS, ForcedCallParser, apart, parser_of
 from jaxlamina.text.tokenizer import Tokenizer
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
@@ -74,20 +74,25 @@ HUGE = {
 TEXTS += [(form, text, text, []) for form, text in [*HUGE.items(), ("mistral", '[TOOL_CALLS]f{"x": 1e999}')]]
 
 
+def read(parser, *pieces):
+    """All text that is shown, and the calls."""
+    return apart([*(part for piece in pieces for part in parser.add(piece)), *parser.finish()])
+
+
 def found(calls):
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 @pytest.mark.parametrize(("form", "text", "shown", "calls"), TEXTS, ids=lambda x: str(x)[:40])
 def test_calls_are_taken_out_of_a_text(form, text, shown, calls):
-    text_left, got = parse(text, PARSERS[form]())
+    text_left, got = read(PARSERS[form](), text)
     assert (text_left, found(got)) == (shown, calls)
 
 
 def test_a_call_that_is_forced_is_all_of_a_text():
-    assert found(parse('{"name": "f", "arguments": {"a": 1}}', ForcedCallParser())[1]) == [("f", {"a": 1})]
+    assert found(read(ForcedCallParser(), '{"name": "f", "arguments": {"a": 1}}')[1]) == [("f", {"a": 1})]
     for text in ('{"name": "f", "argu', "[]", "NaN", "[" * 100_000):
-        assert parse(text, ForcedCallParser()) == (text, [])
+        assert read(ForcedCallParser(), text) == (text, [])
 
 
 def in_pieces(text, cuts):
@@ -107,22 +112,16 @@ CUTS = st.lists(st.integers(0, 200), max_size=6)
 @pytest.mark.parametrize("form", PARSERS)
 @given(text=st.lists(pieces, max_size=6).map("".join), cuts=CUTS)
 def test_how_a_text_is_cut_makes_no_difference(form, text, cuts):
-    parser = PARSERS[form]()
-    shown, calls = "", []
-    for piece in in_pieces(text, cuts):
-        more_shown, more = parser.add(piece)
-        shown, calls = shown + more_shown, calls + more
-    rest, more = parser.finish()
-    assert (shown + rest, calls + more) == parse(text, PARSERS[form]())
+    assert read(PARSERS[form](), *in_pieces(text, cuts)) == read(PARSERS[form](), text)
 
 
 def test_what_cannot_become_a_call_is_shown_at_once():
     for form, text in (("llama3_json", "H"), ("pythonic", "[1"), ("mistral", "x"), ("hermes", "x")):
-        assert PARSERS[form]().add(text) == (text, [])
+        assert PARSERS[form]().add(text) == [text]
     parser = PARSERS["mistral"]()
-    assert parser.add("a[TOOL")[0] == "a" and parser.add("BOX]") == ("[TOOLBOX]", [])
+    assert parser.add("a[TOOL") == ["a"] and parser.add("BOX]") == ["[TOOLBOX]"]
     parser = PARSERS["llama3_json"]()
-    assert len(parser.add(f"{LLAMA};")[1]) == 1  # each when it is complete
+    assert len(parser.add(f"{LLAMA};")) == 1  # each when it is complete
 
 
 def test_a_template_says_how_it_wants_calls():

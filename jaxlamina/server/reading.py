@@ -9,14 +9,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlamina.server.reasoning import Marks, ReasoningParser
-from jaxlamina.server.tool_parsers import PARSERS, Call, CallParser, ForcedCallParser
+from jaxlamina.server.tool_parsers import PARSERS, Call, CallParser, ForcedCallParser, Part, apart
 from jaxlamina.server.tools import ToolUse
 
 
 class Read(NamedTuple):
-    thought: str = ""
-    answered: str = ""
-    calls: tuple[Call, ...] = ()
+    """``parts``: what is answered and what is called, as they were written, after the thought."""
+
+    thought: str
+    parts: tuple[Part, ...]
+
+    @property
+    def answered(self) -> str:
+        return apart(self.parts)[0]
+
+    @property
+    def calls(self) -> list[Call]:
+        return apart(self.parts)[1]
 
 
 @dataclass(frozen=True)
@@ -69,14 +78,12 @@ class Reader:
 
     def whole(self, text: str) -> Read:
         first, rest = self.add(text), self.finish()
-        return Read(first.thought + rest.thought, first.answered + rest.answered, first.calls + rest.calls)
+        return Read(first.thought + rest.thought, first.parts + rest.parts)
 
     def _of(self, thought: str, text: str, *, ends: bool) -> Read:
         if self._calls is None:
-            return Read(thought, text)
-        text, calls = self._calls.add(text)
-        if ends:
-            rest, more = self._calls.finish()
-            text, calls = text + rest, calls + more
-        self.n_calls += len(calls)
-        return Read(thought, text, tuple(calls))
+            return Read(thought, (text,))
+        parts = (*self._calls.add(text), *(self._calls.finish() if ends else ()))
+        found = Read(thought, parts)
+        self.n_calls += len(found.calls)
+        return found

@@ -29,6 +29,7 @@ from jaxlamina.server.protocol import (
     Usage,
 )
 from jaxlamina.server.reading import Read, Reading
+from jaxlamina.server.tool_parsers import Call
 from jaxlamina.server.tools import tool_call
 from jaxlamina.text.chat_template import text_of_parts
 
@@ -269,18 +270,20 @@ class ResponsesForm(Form):
     def _added(self, read: Read) -> Iterator[Answer]:
         self._thought += read.thought
         yield from self._written("reasoning", read.thought)
-        yield from self._written("message", read.answered)
-        for call in read.calls:
-            yield from self._closed()
-            made = tool_call(call, self._reading.form, self.new_id("call", len(self._items)))
-            item = {"type": "function_call", "id": self._id("fc"), "call_id": made.id, "name": call.name}
-            where = {"item_id": item["id"], "output_index": len(self._items)}
-            yield self._item_event("added", item | {"arguments": "", "status": "in_progress"}, where)
-            self._items.append(item | {"arguments": call.arguments, "status": "completed"})
-            name = "response.function_call_arguments"
-            yield self._event(f"{name}.delta", **where, delta=call.arguments)
-            yield self._event(f"{name}.done", **where, name=call.name, arguments=call.arguments)
-            yield self._item_event("done", self._items[-1], where)
+        for part in read.parts:
+            yield from self._written("message", part) if isinstance(part, str) else self._called(part)
+
+    def _called(self, call: Call) -> Iterator[Answer]:
+        yield from self._closed()
+        made = tool_call(call, self._reading.form, self.new_id("call", len(self._items)))
+        item = {"type": "function_call", "id": self._id("fc"), "call_id": made.id, "name": call.name}
+        where = {"item_id": item["id"], "output_index": len(self._items)}
+        yield self._item_event("added", item | {"arguments": "", "status": "in_progress"}, where)
+        self._items.append(item | {"arguments": call.arguments, "status": "completed"})
+        name = "response.function_call_arguments"
+        yield self._event(f"{name}.delta", **where, delta=call.arguments)
+        yield self._event(f"{name}.done", **where, name=call.name, arguments=call.arguments)
+        yield self._item_event("done", self._items[-1], where)
 
     def _written(self, kind: str, text: str, even_blank: bool = False) -> Iterator[Answer]:
         """``text`` at the end of an item of ``kind``, the last one or another; blanks alone begin none."""

@@ -1,9 +1,9 @@
 """Calls of tools in what a model writes, in the forms that models are taught: Hermes', Llama 3's, Mistral's,
 pythonic.
 
-A parser takes text in pieces, of any size, and gives the text to show and the calls; how the text is cut
-makes no difference. What may yet become a call is held back, and what turns out to be none is shown as it was
-written. Pure: knows nothing of requests or answers.
+A parser takes text in pieces, of any size, and gives the text to show and the calls, as they were written;
+how the text is cut makes no difference. What may yet become a call is held back, and what turns out to be
+none is shown as it was written. Pure: knows nothing of requests or answers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import ast
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 
 class Call(NamedTuple):
     name: str
     arguments: str  # JSON
+
+
+Part = str | Call
+"""Text to show, maybe none, or a call."""
 
 
 class CallParser(Protocol):
@@ -27,11 +32,11 @@ class CallParser(Protocol):
         tuple[str, ...]
     ]  # what stands around calls, and may be a special token of the tokenizer's
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
-        """The text that can be shown now, and the calls that are complete now."""
+    def add(self, text: str) -> Sequence[Part]:
+        """The text that can be shown now and the calls that are complete now, as they were written."""
         ...
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> Sequence[Part]:
         """The same, when there is no more text."""
         ...
 
@@ -44,14 +49,13 @@ class ForcedCallParser(CallParser):
     def __init__(self) -> None:
         self._held = ""
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
+    def add(self, text: str) -> Sequence[Part]:
         self._held += text
-        return "", []
+        return ()
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> Sequence[Part]:
         held, self._held = self._held, ""
-        calls = _calls(held)
-        return ("", calls) if calls else (held, [])
+        return _calls(held) or [held]
 
 
 class HermesParser(CallParser):
@@ -64,29 +68,27 @@ class HermesParser(CallParser):
     def __init__(self) -> None:
         self._held = ""
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
+    def add(self, text: str) -> Sequence[Part]:
         self._held += text
-        shown = ""
-        calls: list[Call] = []
+        parts: list[Part] = []
         while (start := self._held.find(self.OPEN)) >= 0:
             end = self._held.find(self.CLOSE, start)
             if end < 0:
                 break
             found = _calls(self._held[start + len(self.OPEN) : end])
             end += len(self.CLOSE)
-            shown += self._held[: start if found else end]
-            calls += found
+            parts += [self._held[: start if found else end], *found]
             self._held = self._held[end:]
         if start < 0:
             start = len(self._held) - overlap(self._held, self.OPEN)
-        shown, self._held = shown + self._held[:start], self._held[start:]
-        return shown, calls
+        shown, self._held = self._held[:start], self._held[start:]
+        return [*parts, shown]
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> Sequence[Part]:
         held, self._held = self._held, ""
         call = held.removeprefix(self.OPEN)  # all that is held, if it has the mark
         calls = [] if call == held else _calls(call[: len(call) - overlap(call, self.CLOSE)])
-        return ("", calls) if calls else (held, [])
+        return calls or [held]
 
 
 class Llama3Parser(CallParser):
@@ -102,26 +104,26 @@ class Llama3Parser(CallParser):
         self._called = False
         self._end = _JsonEnd()
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
+    def add(self, text: str) -> Sequence[Part]:
         self._held += text
         calls: list[Call] = []
         while not self._is_text:
             blank = self._blank()
             rest = self._held[blank:]
             if not rest or (not self._called and self.TAG.startswith(rest)):
-                return "", calls
+                return calls
             if not self._called and rest.startswith(self.TAG):
                 blank += len(self.TAG)
                 blank += _n_blanks(self._held[blank:])
                 rest = self._held[blank:]
                 if not rest:
-                    return "", calls
+                    return calls
             if rest[0] != "{":
                 self._is_text = True
                 break
             end = self._end.find(rest)
             if end is None:
-                return "", calls
+                return calls
             found = _calls(rest[:end], bare=True)
             if not found:
                 self._is_text = True
@@ -129,7 +131,7 @@ class Llama3Parser(CallParser):
             calls += found
             self._held, self._called, self._end = rest[end:], True, _JsonEnd()
         shown, self._held = self._held, ""
-        return shown, calls
+        return [*calls, shown]
 
     def _blank(self) -> int:
         """Where the next call could begin."""
@@ -139,9 +141,9 @@ class Llama3Parser(CallParser):
             blank += _n_blanks(self._held[blank:])
         return blank
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> Sequence[Part]:
         held, self._held = self._held, ""
-        return ("" if self._called and not held.strip("; \t\r\n") else held), []
+        return [] if self._called and not held.strip("; \t\r\n") else [held]
 
 
 class MistralParser(CallParser):
@@ -158,25 +160,24 @@ class MistralParser(CallParser):
         self._in_call = False  # what is held begins with the mark
         self._end = _JsonEnd()
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
+    def add(self, text: str) -> Sequence[Part]:
         self._held += text
-        shown = ""
-        calls: list[Call] = []
+        parts: list[Part] = []
         while True:
             if not self._in_call:
                 start = self._held.find(self.MARK)
                 self._in_call = start >= 0
                 if start < 0:
                     start = len(self._held) - overlap(self._held, self.MARK)
-                shown, self._held = shown + self._held[:start], self._held[start:]
+                parts.append(self._held[:start])
+                self._held = self._held[start:]
                 if not self._in_call:
-                    return shown, calls
+                    return parts
             found = self._call()
             if found is None:
-                return shown, calls
-            end, more = found
-            calls += more
-            shown += "" if more else self._held[:end]
+                return parts
+            end, calls = found
+            parts += calls or [self._held[:end]]
             self._held, self._in_call, self._end = self._held[end:], False, _JsonEnd()
 
     def _call(self) -> tuple[int, list[Call]] | None:
@@ -204,9 +205,9 @@ class MistralParser(CallParser):
         calls = [] if arguments is None or name is None else [Call(name[1], json.dumps(arguments))]
         return after + start + end, calls
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> Sequence[Part]:
         held, self._held = self._held, ""
-        return held, []
+        return [held]
 
 
 class PythonicParser(CallParser):
@@ -222,18 +223,18 @@ class PythonicParser(CallParser):
         self._held: list[str] = []
         self._is_text = self._begins = False
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
+    def add(self, text: str) -> Sequence[Part]:
         self._held.append(text)
         if not (self._is_text or self._begins):
             held = "".join(self._held)
             self._begins = self._BEGINS.match(held) is not None
             self._is_text = not self._begins and not self._MAY_BEGIN.fullmatch(held)
-        return (self._take(), []) if self._is_text else ("", [])
+        return [self._take()] if self._is_text else []
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> Sequence[Part]:
         held = self._take()
         calls = _python_calls(held) if self._begins and len(held) <= self._LONGEST else []
-        return ("", calls) if calls else (held, [])
+        return calls or [held]
 
     def _take(self) -> str:
         held, self._held = "".join(self._held), []
@@ -261,11 +262,15 @@ def parser_of(template: str) -> str | None:
     return None
 
 
-def parse(text: str, parser: CallParser) -> tuple[str, list[Call]]:
-    """A whole text without its calls, and the calls."""
-    shown, calls = parser.add(text)
-    rest, more = parser.finish()
-    return shown + rest, calls + more
+def apart(parts: Iterable[Part]) -> tuple[str, list[Call]]:
+    """All text, and the calls."""
+    text, calls = "", list[Call]()
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        else:
+            calls.append(part)
+    return text, calls
 
 
 _MAY_BE_NAME = re.compile(r"[\s\w.\-\[\]]*")
