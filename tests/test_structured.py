@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 from checkpoint_examples import few_layers_folder
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
 from jaxlamina.sampling.structured import Grammars
@@ -29,6 +31,7 @@ GRAMMAR = 'start: WORD " is " ("red" | NUMBER) "."\nWORD: /[A-Z][a-z]{1,6}/\nNUM
 PROMPT = "My friend Ada is 36 years old and likes red. As JSON:"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 SEEDED = SamplingParams(temperature=1.5, max_tokens=60, seed=3)
+END = 2  # the tokenizer's <|im_end|>
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,58 @@ def test_what_cannot_be_followed_is_refused_when_it_is_queued(llm: LLM, asked: d
 def test_what_makes_no_sense_is_refused_at_once(asked: dict, message: str):
     with pytest.raises(UserError, match=message):
         StructuredOutputs(**asked)
+
+
+@pytest.fixture(scope="module")
+def grammars(llm: LLM) -> Grammars:
+    return Grammars(llm.tokenizer, llm.model.vocab_size, [END])
+
+
+def accepts(grammars: Grammars, llm: LLM, schema: dict, text: str) -> bool:
+    matcher = grammars.matcher(StructuredOutputs(json=schema))
+    for token in [*llm.tokenizer.encode(text), END]:
+        if not matcher.mask()[token // 32] >> (token % 32) & 1:
+            return False
+        matcher.accept(token)
+    return True
+
+
+ends = st.integers(-3, 3) | st.sampled_from([-0.5, 0.25, 1.5, 99, -99, 12345, 2**40])
+
+
+@given(
+    low=ends,
+    length=st.sampled_from([0.01, 0.25, 0.5, 0.75, 1, 1.5, 2, 30]),
+    keys=st.tuples(
+        st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from(["maximum", "exclusiveMaximum"])
+    ),
+    is_mirrored=st.booleans(),
+    in_parts=st.booleans(),
+)
+def test_numbers_keep_to_their_bounds(llm, grammars, low, length, keys, is_mirrored, in_parts):
+    low, high = (-low - length, -low) if is_mirrored else (low, low + length)
+    bounds = [{keys[0]: low}, {keys[1]: high}]
+    schema = {"allOf": bounds, "type": "number"} if in_parts else {"type": "number"} | bounds[0] | bounds[1]
+    for value in {low, high, low + length / 2, low - 0.01, high + 0.01, *map(int, (low, high)), 0}:
+        is_above = value > low or (value == low and keys[0] == "minimum")
+        is_below = value < high or (value == high and keys[1] == "maximum")
+        if not (is_above and is_below):
+            assert not accepts(grammars, llm, schema, json.dumps(value))
+            assert not accepts(grammars, llm, schema, f"{value:.3f}")
+
+
+def test_bounds_leave_out_nothing_else(llm, grammars):
+    for schema, given_in, out in (
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ("0.1", "0.5", "0.000001"), ("0", "0.0", "0.51", "-0.1")),
+        ({"exclusiveMaximum": -99, "minimum": -99.5}, ("-99.5", "-99.00001"), ("-99", "-99.0", "-98.9")),
+        ({"exclusiveMinimum": 0}, ("0.1", "1", "1000", "7.5"), ("0", "0.0", "-1")),
+    ):
+        for text in (*given_in, *out):
+            assert accepts(grammars, llm, {"type": "number"} | schema, text) == (text in given_in), text
+    whole = {"type": "integer", "exclusiveMinimum": 2**46, "exclusiveMaximum": 2**46 + 2}
+    assert accepts(grammars, llm, whole, str(2**46 + 1)) and not accepts(grammars, llm, whole, str(2**46))
+    value = {"exclusiveMinimum": 0}
+    assert accepts(grammars, llm, {"const": value}, '{"exclusiveMinimum": 0}')
 
 
 @pytest.mark.parametrize(

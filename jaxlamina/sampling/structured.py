@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,12 @@ _LEXER_FUEL, _FUEL_PER_BYTE, _MOST_FUEL = 200_000, 8, 2_000_000
 _SLOWEST_MASK_S = (
     0.1  # of a thread's own time. A mask takes less than a millisecond, and everybody waits for it
 )
+# Keys of a schema under which there are values, and those under which schemas have names.
+_VALUES = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# How far a bound is moved that the library would not keep to: relative to it, or from 0. The library reads
+# numbers a bit less exactly than they are written. Above 2**47 the next whole number is too near.
+_MOVED, _MOVED_FROM_0, _LARGEST_MOVED = 2.0**-48, 1e-16, 2**47
 
 
 @dataclass(frozen=True)
@@ -209,7 +215,35 @@ class Grammars:
         schema = asked.schema_text
         assert schema is not None
         # As text: the library's way from Python's values refuses integers of more than 64 bits.
-        return self._matcher.grammar_from_json_schema(schema, overrides=_JSON_FORM)
+        bounded = json.dumps(each_schema(json.loads(schema), _bounded))
+        return self._matcher.grammar_from_json_schema(bounded, overrides=_JSON_FORM)
+
+
+def each_schema(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """``schema`` (JSON) with what ``change`` makes of it and of each schema within it."""
+    if isinstance(schema, list):
+        return [each_schema(x, change) for x in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key in schema.keys() - {*_VALUES}:
+        value = schema[key]
+        if key in _NAMED and isinstance(value, dict):
+            found[key] = {name: each_schema(x, change) for name, x in value.items()}
+        else:
+            found[key] = each_schema(value, change)
+    return change(found)
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with bounds that the library keeps to. To it 0 is in (0, 0.5], as is any whole number that a
+    range leaves out at its end nearer to 0, where the range is shorter than 1."""
+    found = dict(schema)
+    for key, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+        bound: Any = found.get(key)
+        if type(bound) in (int, float) and 0 <= sign * bound < _LARGEST_MOVED and bound == int(bound):
+            found[key] = bound * (1 + _MOVED) or sign * _MOVED_FROM_0
+    return found
 
 
 def _literally(text: str) -> str:
