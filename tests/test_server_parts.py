@@ -124,11 +124,15 @@ def test_references_of_a_tools_schema_hold_in_the_schema_of_calls():
         "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "x": {"$ref": "#/$defs/X"}},
         "$defs": {"X": {"type": "integer"}},
     }
+    value = {"$ref": "#/x"}
+    node["properties"] |= {"value": {"enum": [value], "default": value}, "const": {"$ref": "#/$defs/X"}}
     tools = [Tool(function={"name": name, "parameters": node}) for name in ("a", "b")]
     for i, call in enumerate(call_schema(tools)["anyOf"]):
         place, arguments = f"#/anyOf/{i}/properties/arguments", call["properties"]["arguments"]
         assert arguments["properties"]["next"]["anyOf"][0] == {"$ref": place}
         assert arguments["properties"]["x"] == {"$ref": f"{place}/$defs/X"}
+        assert arguments["properties"]["const"] == arguments["properties"]["x"]
+        assert arguments["properties"]["value"] == {"enum": [value], "default": value}
         assert call["properties"]["name"] == {"const": "ab"[i]}
 
 

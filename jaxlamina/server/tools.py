@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jaxlamina.sampling.structured import each_schema
 from jaxlamina.server.errors import refused
 from jaxlamina.server.protocol import ChatFields, FunctionCall, Tool, ToolCall
 from jaxlamina.server.tool_parsers import Call
@@ -70,15 +71,14 @@ def _call_of(tool: Tool, place: str) -> dict[str, Any]:
 
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references into itself hold where it is part of another one, at ``place``."""
-    if isinstance(schema, list):
-        return [_moved(x, place) for x in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    ref = moved.get("$ref")
-    if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
-        moved["$ref"] = place + ref[1:]
-    return moved
+
+    def moved(one: dict[str, Any]) -> dict[str, Any]:
+        ref = one.get("$ref")
+        if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
+            return one | {"$ref": place + ref[1:]}
+        return one
+
+    return each_schema(schema, moved)
 
 
 def tool_call(call: Call, form: str | None, id_: str) -> ToolCall:
