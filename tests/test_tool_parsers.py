@@ -12,7 +12,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxlamina.engine.outputs import CompletionOutput, RequestOutput
 from jaxlamina.server import reasoning
+from jaxlamina.server.async_engine import Prompt
+from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest
@@ -113,6 +116,18 @@ CUTS = st.lists(st.integers(0, 200), max_size=6)
 @given(text=st.lists(pieces, max_size=6).map("".join), cuts=CUTS)
 def test_how_a_text_is_cut_makes_no_difference(form, text, cuts):
     assert read(PARSERS[form](), *in_pieces(text, cuts)) == read(PARSERS[form](), text)
+
+
+@pytest.mark.parametrize(("reason", "said"), [("stop", "tool_calls"), ("length", "length")])
+def test_an_answer_that_was_cut_off_says_so_after_a_call(reason, said):
+    completion = CompletionOutput(0, f"{HERMES} and", (1,), None, None, reason)
+    output = RequestOutput("r", None, (1,), completion.text, (1,), reason, outputs=(completion,))
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
+    form = ChatForm(body, "m", Prompt([1]), Reading("auto", "hermes"), lambda token: b"")
+    [choice] = form.whole([output]).choices
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == said
+    chunks = [*form.piece(0, completion.text, None, None), *form.end(0, completion)]
+    assert chunks[-1].choices[0].finish_reason == said
 
 
 def test_what_cannot_become_a_call_is_shown_at_once():

@@ -67,7 +67,7 @@ class ChatForm(Form):
                     index=choice,
                     message=message,
                     logprobs=self._logprobs(completion.logprobs),
-                    finish_reason="tool_calls" if calls else completion.finish_reason,
+                    finish_reason=_finish_reason(completion, bool(calls)),
                     stop_reason=completion.stop_reason,
                     token_ids=list(completion.token_ids) if self.gives_ids else None,
                 )
@@ -111,7 +111,7 @@ class ChatForm(Form):
         delta = self._delta(choice, reader.finish())
         if delta is not None:
             yield self._chunk(ChunkChoice(index=choice, delta=delta))
-        reason = "tool_calls" if reader.n_calls else completion.finish_reason
+        reason = _finish_reason(completion, reader.n_calls > 0)
         yield self._chunk(
             ChunkChoice(index=choice, delta=Delta(), finish_reason=reason, stop_reason=completion.stop_reason)
         )
@@ -152,3 +152,8 @@ class ChatForm(Form):
     def _token_logprob(self, token: int, logprob: Logprob) -> TokenLogprob:
         raw = [*self._token_bytes(token)]
         return TokenLogprob(token=logprob.decoded_token, logprob=logprob.logprob, bytes=raw)
+
+
+def _finish_reason(completion: CompletionOutput, called: bool) -> str:
+    """A text that was cut off says so even with calls in it: more of them may have been to come."""
+    return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
