@@ -168,6 +168,15 @@ def test_any_body(server, path, raw):
         (b'{"prompt": "w1", "prompt_logprobs": 21}', "prompt_logprobs"),
         (b'{"prompt": "w1", "priority": 1}', "priority=1 would change nothing"),
         (b'{"prompt": "w1", "suffix": "w2"}', "suffix"),
+        (b'{"prompt": "w1", "stop": ["a"' + 16 * b', "a"' + b"]}", "stop: List should have at most 16 items"),
+        (b'{"prompt": "w1", "stop": [""]}', "stop.0: String should have at least 1 character"),
+        (b'{"prompt": "w1", "stop": ""}', "stop: String should have at least 1 character"),
+        (b'{"prompt": "w1", "stop": 5}', "stop: Input should be a valid string"),
+        (b'{"prompt": ["x"' + 1024 * b', "x"' + b"]}", "prompt: List should have at most 1024 items"),
+        (b'{"prompt": [[1, "a"]]}', "prompt.0.1: Input should be a valid integer"),
+        (b'{"prompt": ["a", 1]}', "prompt.1: Input should be a valid string"),
+        (b'{"prompt": 5}', "prompt: Input should be a valid string"),
+        (b'{"prompt": "w1", "model": 5, "n": 0}', "model: Input should be a valid string"),
     ],
 )
 def test_what_is_wrong_is_said(server, raw, says):
@@ -201,6 +210,25 @@ def test_what_is_wrong_is_said(server, raw, says):
 def test_a_chat_that_is_wrong(server, body, param):
     status, found = send(server, "/v1/chat/completions", body)
     assert status == 400 and (param is None or found["error"]["param"] == param), found
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([{"type": "text", "text": "a"}] * 257, "List should have at most 256 items"),
+        ([{"type": "text", "text": "a"}, {"text": "a"}], "1.type: Field required"),
+        (5, "Input should be a valid string"),
+    ],
+)
+def test_content_that_is_wrong(server, content, says):
+    _, found = send(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+    joint = "." if says[0].isdecimal() else ": "
+    assert found["error"]["message"].startswith(f"messages.0.content{joint}{says}"), found
+
+
+def test_a_response_to_nothing(server):
+    _, found = send(server, "/v1/responses", {"input": []})
+    assert found["error"]["message"].startswith("input: List should have at least 1 item"), found
 
 
 def test_fields_nobody_knows_are_ignored(server):

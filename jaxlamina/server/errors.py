@@ -19,6 +19,9 @@ from jaxlamina.errors import UserError
 
 _NAMED_FIRST = re.compile(r"(\w+)(?:=|\.\w)")  # how `SamplingParams` names the field that is wrong
 _LONGEST_MESSAGE = 1000
+# What pydantic calls members of a union where it says in which one something is wrong. In ours strings are
+# first.
+_MEMBER = re.compile(r"(constrained-)?str\Z|(list|dict)\[")
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -79,9 +82,13 @@ def of_failure(error: Exception) -> ApiError:
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's findings; a union gives several, of which the first is for its first member."""
+    """The first of pydantic's findings. Of a field that may be a string or something else, the one that is
+    about what the value is most like."""
     first = errors[0]
-    where = [str(part) for part in first.get("loc", ()) if part != "body"]
+    *field, last = first.get("loc") or ("",)
+    if last in ("str", "constrained-str"):
+        first = max((e for e in errors if [*e["loc"][: len(field)]] == field), key=_likeness)
+    where = [part for part in map(str, first.get("loc", ())) if part != "body" and not _MEMBER.match(part)]
     message = str(first.get("msg", "malformed"))
     if first.get("type") == "json_invalid":
         return refused(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
@@ -89,6 +96,14 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
         return refused("the body must be a JSON object, sent with Content-Type: application/json")
     path = ".".join(where)
     return refused(f"{path}: {message}", where[0])
+
+
+def _likeness(error: Any) -> tuple[bool, int, list[int]]:
+    """Greater for a value of the right kind that is too long or the like, and then for one that is right up
+    to a later place."""
+    loc = error["loc"]
+    is_kind = not error["type"].endswith(("_type", "_parsing"))
+    return is_kind, len(loc), [part for part in loc if isinstance(part, int)]
 
 
 def of_status(status: int, detail: object) -> ApiError:
