@@ -136,6 +136,25 @@ def test_references_of_a_tools_schema_hold_in_the_schema_of_calls():
         assert call["properties"]["name"] == {"const": "ab"[i]}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        {"structured_outputs": {"regex": "a"}, "guided_choice": ["b"]},
+        {"guided_regex": "a", "guided_choice": ["b"]},
+    ],
+    ids=lambda fields: " and ".join(fields),
+)
+def test_the_form_of_an_answer_is_said_once(fields):
+    body = CompletionRequest(prompt="x", **fields)
+    with pytest.raises(ApiError, match=" and ".join(fields) + " are two ways to say it: give one") as caught:
+        sampling_params(body)
+    assert caught.value.param == next(iter(fields))
+    for name, value in fields.items():
+        assert sampling_params(CompletionRequest(prompt="x", **{name: value})).structured_outputs is not None
+
+
 def test_defaults_of_completions_and_chats():
     assert sampling_params(CompletionRequest(prompt="x")) == SamplingParams()
     chat = {"messages": [{"role": "user", "content": "x"}]}

@@ -105,16 +105,14 @@ def _structured(body: SamplingFields) -> StructuredOutputs | None:
 def _structured_field(body: SamplingFields) -> StructuredOutputs | None:
     format_ = body.response_format
     asked = format_ is not None and format_.type != "text"
-    old = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-    structured = body.structured_outputs
-    if structured is None:
-        structured = {name: x for name, x in old.items() if x is not None} or None
-    if asked and structured is not None:
-        raise refused(
-            "response_format and structured_outputs are two ways to say it: give one", "response_format"
-        )
-    if structured is not None:
-        return StructuredOutputs.of(structured)
+    names = ("json", "regex", "choice", "grammar")
+    old = {name: x for name in names if (x := getattr(body, f"guided_{name}")) is not None}
+    given = {"response_format": asked, "structured_outputs": body.structured_outputs is not None}
+    ways = [name for name, is_given in given.items() if is_given] + [f"guided_{name}" for name in old]
+    if len(ways) > 1:
+        raise refused(f"{ways[0]} and {ways[1]} are two ways to say it: give one", ways[0])
+    if ways and not asked:
+        return StructuredOutputs.of(old or body.structured_outputs or {})
     if not asked:
         return None
     assert format_ is not None
