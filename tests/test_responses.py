@@ -157,7 +157,7 @@ def test_a_conversation_becomes_a_chats():
     chat = as_chat(body)
     roles = [(m.role, m.content) for m in chat.messages]
     assert roles == [
-        *(("system", "e"), ("system", "Be short."), ("user", "a\nb"), ("assistant", "c"), ("tool", "d")),
+        *(("system", "e"), ("developer", "Be short."), ("user", "a\nb"), ("assistant", "c"), ("tool", "d")),
     ]
     assert chat.messages[3].reasoning_content == "hm"
     assert [call.function.name for call in chat.messages[3].tool_calls] == ["f", "g"]

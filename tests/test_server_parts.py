@@ -118,6 +118,19 @@ def test_a_requests_template_that_fails_is_refused(template):
         Prompts(model).chat(body)
 
 
+@pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_a_template_does_not_know_one(knows, role):
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}" + knows
+    model = SimpleNamespace(
+        tokenizer=Tokenizer(byte_tokenizer(), chat_template=template),
+        model=SimpleNamespace(vocab_size=300),
+        max_model_len=256,
+    )
+    said = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    body = ChatCompletionRequest(messages=said)
+    assert Prompts(model).chat(body).text == f"{role}:a user:b "
+
+
 def test_references_of_a_tools_schema_hold_in_the_schema_of_calls():
     node = {
         "type": "object",

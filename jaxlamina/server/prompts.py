@@ -95,7 +95,7 @@ class Prompts:
                 raise refused(f"chat_template_kwargs must not have {name!r}", "chat_template_kwargs")
         template = self._template(body)
         names = variables_of(template)
-        messages = [_plain(message, with_calls="tool_calls" in template) for message in body.messages]
+        messages = [_plain(message, template) for message in body.messages]
         if self.tool_use(body) != "none":
             if "tools" in names:
                 more["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -179,7 +179,7 @@ class Prompts:
             marks = reasoning.PARSERS[self._reasoning_parser]
         form = None if use == "none" else self._call_form(self._template(body))
         if body.continue_final_message:
-            goes_on_with = _plain(body.messages[-1], with_calls=False).get("content", "")
+            goes_on_with = _plain(body.messages[-1], "").get("content", "")
             return Reading(use, form, marks, goes_on_with, goes_on=True)
         text = prompt.text  # None: it was cut at its start
         return Reading(use, form, marks, self.decode(prompt.token_ids[-_END:]) if text is None else text)
@@ -278,10 +278,11 @@ def _told(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]
     return [{"role": "system", "content": text}, *messages]
 
 
-def _plain(message: ChatMessage, with_calls: bool) -> dict[str, Any]:
-    """A message as templates expect it: content as text, a call's arguments as an object. ``with_calls``: the
-    template has a place for calls; else they are content."""
-    found: dict[str, Any] = {"role": message.role}
+def _plain(message: ChatMessage, template: str) -> dict[str, Any]:
+    """A message as ``template`` expects it: content as text, a call's arguments as an object. Calls that it
+    has no place for are content, and a developer whom it does not know is the system."""
+    is_unknown = message.role == "developer" and "developer" not in template
+    found: dict[str, Any] = {"role": "system" if is_unknown else message.role}
     if isinstance(message.content, list):
         try:
             found["content"] = text_of_parts([part.model_dump() for part in message.content])
@@ -294,7 +295,7 @@ def _plain(message: ChatMessage, with_calls: bool) -> dict[str, Any]:
             found[name] = value
     if message.tool_calls:
         calls = [_plain_call(call.model_dump()) for call in message.tool_calls]
-        if with_calls:
+        if "tool_calls" in template:
             found["tool_calls"] = calls
         else:
             written = [json.dumps(call["function"]) for call in calls]

@@ -135,10 +135,9 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
     thought: str | None = None
     for item in body.input:
         if item.type == "message":
-            role = "system" if item.role == "developer" else item.role
-            if role is None or item.content is None:
+            if item.role is None or item.content is None:
                 raise refused("a message of input needs role and content", "input")
-            found.append(ChatMessage(role=role, content=_text(item.content)))
+            found.append(ChatMessage(role=item.role, content=_text(item.content)))
         elif item.type == "function_call":
             if None in (item.call_id, item.name, item.arguments):
                 raise refused("a function_call of input needs call_id, name and arguments", "input")
