@@ -124,6 +124,13 @@ def test_blanks_stay_where_they_were_written(text, items):
         assert [(item["type"], item["content"][0]["text"]) for item in output] == items
 
 
+def test_a_response_says_whether_calls_may_be_together():
+    for asked in ({}, {"parallel_tool_calls": False}):
+        body = ResponsesRequest(input="x", **asked)
+        found = dump(ResponsesForm(body, "m", READING, len).whole([output_of("yes", "stop")]))
+        assert found["parallel_tool_calls"] == asked.get("parallel_tool_calls", True)
+
+
 def test_an_answer_that_cannot_be_finished_ends_with_an_error():
     [name, data] = form().failure(ApiError(503, "the server is shutting down", code="c")).strip().split("\n")
     assert name == "event: error"

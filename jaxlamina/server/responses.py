@@ -81,6 +81,7 @@ class ResponsesRequest(SamplingFields):
     text: TextFields | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True  # said again, and nothing else: templates have no place for it
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Of these only the values that change nothing are taken (`_NOT_DONE`).
@@ -375,7 +376,7 @@ class ResponsesForm(Form):
             "metadata": body.metadata or {},
             "model": self.model,
             "output": json.loads(json.dumps(self._items)),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
