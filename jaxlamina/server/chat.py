@@ -92,9 +92,10 @@ class ChatForm(Form):
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
     ) -> Iterator[Chunk]:
         read = self._readers[choice].add(text)
-        if entry is None and read.answered and not (read.thought or read.calls):
-            yield Text(choice, read.answered, ids)
-            return
+        match read:
+            case Read("", (str(answered),)) if answered and entry is None:  # nearly always
+                yield Text(choice, answered, ids)
+                return
         logprobs = self._logprobs(None if entry is None else [entry])
         delta = self._delta(choice, read)
         if delta is None and (logprobs, ids) != (None, None):

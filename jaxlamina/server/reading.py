@@ -84,6 +84,5 @@ class Reader:
         if self._calls is None:
             return Read(thought, (text,))
         parts = (*self._calls.add(text), *(self._calls.finish() if ends else ()))
-        found = Read(thought, parts)
-        self.n_calls += len(found.calls)
-        return found
+        self.n_calls += sum(not isinstance(part, str) for part in parts)
+        return Read(thought, parts)
