@@ -103,9 +103,8 @@ def test_a_server_whose_memory_for_kept_kv_is_full_goes_on(job, tiny, tmp_path):
         assert not says_full() and counted("kept_kv_lost_tokens_total") == 0
         fill(tmp_path / "kept")
         wait_until(lambda: len(asked["greedy"].events) >= 160)
-        wait_until(
-            lambda: counted("kept_kv_lost_tokens_total") > 50
-        )  # another thread writes, and so finds out
+        # Another thread writes, and so finds out.
+        wait_until(lambda: counted("kept_kv_lost_tokens_total") > 50)
         wait_until(says_full)
         assert 1 <= len(says_full()) <= (2 if job else 1) and not restarts(server), "\n".join(server.lines)
         assert "No space left on device" in says_full()[0]

@@ -20,6 +20,8 @@ from jaxlamina.supervisor.job_client import JobClient
 NOT_STARTED = (OSError, MemoryError, subprocess.SubprocessError)
 """Where the system does not let a process begin, or take over: it has no room for it, or no more files."""
 
+_SAID_WHY = ".why"  # what the file of `WHY` is called, after the socket's name
+
 
 def why_not_started(error: BaseException) -> str:
     """Of one of `NOT_STARTED`."""
@@ -46,7 +48,7 @@ class Running:
         self.n, self.command, self.is_spare, self.imports_alone = n, command, is_spare, imports_alone
         self.socket = folder / f"{n}.sock"
         self.client = JobClient(self.socket, {HEADER: secret})
-        self._why = Path(f"{self.socket}.why")
+        self._why = Path(f"{self.socket}{_SAID_WHY}")
         waits = {IMPORTS: str(self.socket)} if imports_alone else {STANDBY: "1"} if is_spare else {}
         # Last: what fails before it leaves no process behind.
         self.process = subprocess.Popen(
@@ -83,5 +85,5 @@ class Running:
     async def forget(self) -> None:
         """It is over."""
         await self.client.close()
-        for path in (self._why, *(Path(f"{self.socket}{of_it}") for of_it in ("", STANDS_BY, TAKES_OVER))):
-            path.unlink(missing_ok=True)
+        for of_it in ("", STANDS_BY, TAKES_OVER, _SAID_WHY):
+            Path(f"{self.socket}{of_it}").unlink(missing_ok=True)

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from jaxlamina.kv.kept import RECORD, TOGETHER, KeptFound, KeptPrefixes, KeptWan
 from jaxlamina.process import kept_folders
 from jaxlamina.process.cuda_driver import CudaError
 from jaxlamina.process.host_memory import boot_id, host_free_bytes, is_full, memory_folder
-from jaxlamina.workers.pinned_pieces import PinnedPieces, Pins
+from jaxlamina.workers.pinned_pieces import PinnedPieces, Pins, runs
 
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
@@ -114,8 +113,9 @@ class MappedAhead:
             while not self._over.is_set():
                 marks = np.frombuffer(os.pread(self._file, 8 * n, _HEAD_BYTES), np.uint64)
                 new = np.flatnonzero((marks != 0) & ~is_done)  # ValueError of a file that was cut off
-                for run in np.split(new, np.flatnonzero(np.diff(new) != 1) + 1) if len(new) else ():
-                    first, last = (_n_bytes(n, 0) + int(i) * row_bytes for i in (run[0], run[-1] + 1))
+                for i, j in runs(new):
+                    first = _n_bytes(n, 0) + int(new[i]) * row_bytes
+                    last = first + (j - i) * row_bytes
                     for at in range(first - first % mmap.PAGESIZE, last, _POPULATED_BYTES):
                         if self._over.is_set():
                             return
@@ -256,8 +256,7 @@ class KeptKV:
         return rows
 
     def _write_rows(self, places: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
-        begins = np.flatnonzero(np.diff(places, prepend=-2) != 1).tolist()
-        for first, stop in pairwise([*begins, len(places)]):
+        for first, stop in runs(places):
             at = _n_bytes(self.n_places, 0) + int(places[first]) * self.row_bytes
             _write_all(self._file, memoryview(rows[first:stop].data).cast("B"), at)
 

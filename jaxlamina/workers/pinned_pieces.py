@@ -87,8 +87,7 @@ class PinnedPieces:
     def parts(self, rows: Int[np.ndarray, " n"]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of ``rows`` in their order; of rows that follow one another one part, within what
         was pinned at once."""
-        begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
-        for i, j in pairwise([*begins, len(rows)]):
+        for i, j in runs(rows):
             start = self._at + int(rows[i]) * self._row_bytes
             stop = start + (j - i) * self._row_bytes
             while start < stop:
@@ -102,3 +101,8 @@ class PinnedPieces:
             for piece in np.flatnonzero(self._is_pinned).tolist():
                 self._is_pinned[piece] = False
                 self._pins.unpin(self._address + int(self._bounds[piece]))
+
+
+def runs(rows: Int[np.ndarray, " n"]) -> Iterator[tuple[int, int]]:
+    """Where in ``rows`` those begin and end that follow one another."""
+    return pairwise([*np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist(), len(rows)])
