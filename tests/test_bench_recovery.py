@@ -56,6 +56,14 @@ def test_faults_before_one_that_fails_are_told(tmp_path: Path, monkeypatch: pyte
     record = json.loads(ended.stdout.splitlines()[-1])
     assert ended.exit_code == 1 and len(record["faults"]) == 1 and "killed by SIGKILL" in ended.stdout
     assert record["failed"].startswith("fault 2 of 3: streams ended") and record["failed"] in ended.stdout
+    waits = [line for line in ended.stderr.splitlines() if line.startswith("fault 1 of 3: waits for ")]
+    assert [line.split("waits for ")[1] for line in waits] == [
+        "the next start's imports",
+        "all streams to write 20 tokens",
+        "the supervisor to notice",
+        "the next job",
+        "all streams to go on",
+    ]
 
 
 def test_a_server_is_struck(tmp_path: Path) -> None:

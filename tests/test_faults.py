@@ -265,6 +265,9 @@ def test_random_faults_under_load(job, tiny, tmp_path):
         for one in (*clients, watching):
             one.join(DEADLINE_S)
         assert not wrong
+        # Of each client's time, what its stream stood still for over recoveries.
+        stalls = re.search(r"^jaxlamina:recovery_stall_seconds_sum (\S+)$", server.get("/metrics").decode(), re.M)
+        still = float(stalls[1]) / (time.monotonic() - began) / len(clients)
         assert len(restarts(server)) >= n_faults // 2 and min(n_answers.values()) >= 2
         assert max(sizes) < sizes[0] + 100_000  # answers are kept for a while, 64 MiB of them at most
         server.process.send_signal(signal.SIGTERM)
@@ -272,7 +275,8 @@ def test_random_faults_under_load(job, tiny, tmp_path):
         share = sum(ready) / len(ready)
         print(
             f"{n_faults} faults, {len(restarts(server))} recoveries, {n_answers.total()} answers; ready "
-            f"{share:.3f} of the time, answers a second {rate / quiet_rate:.3f} of those before; kB: {sizes}"
+            f"{share:.3f} of the time, streams stood still for {still:.3f} of it; answers a second "
+            f"{rate / quiet_rate:.3f} of those before; kB: {sizes}"
         )
     finally:
         server.close()

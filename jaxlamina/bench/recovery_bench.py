@@ -108,10 +108,10 @@ def measure(
         url = server.wait_for("serving ", deadline_s).rpartition(" at ")[2]
         spare_s = standing_by_s if _has_spare(command) else None
         ahead = "--starter" not in " ".join(command)
-        bench = _Bench(server, url, load, lines, deadline_s, spare_s, ahead)
+        bench = _Bench(server, url, load, lines, deadline_s, spare_s, ahead, on_progress)
         found: list[Struck] = []
         for i in range(times):
-            on_progress(f"fault {i + 1} of {times}")
+            bench.fault = f"fault {i + 1} of {times}"
             try:
                 found.append(asyncio.run(bench.strike(fault, whom, i)))
             except (UserError, KeyboardInterrupt) as error:  # of minutes, what there is already is told
@@ -136,10 +136,12 @@ class _Bench:
         deadline_s: float,
         standing_by_s: float | None,
         is_imported_ahead: bool,
+        on_progress: Callable[[str], object],
     ) -> None:
         """``standing_by_s``: None without a spare. ``is_imported_ahead``: what starts next imports before
         that."""
-        self._is_imported_ahead = is_imported_ahead
+        self.fault = ""  # which one this is, for whoever looks on
+        self._is_imported_ahead, self._on_progress = is_imported_ahead, on_progress
         self._server, self._url, self._load = server, url, load
         self._lines, self._deadline_s, self._standing_by_s = lines, deadline_s, standing_by_s
 
@@ -200,15 +202,16 @@ class _Bench:
 
         before = _counters(await self._metrics(http))
         pid = find(whom, self._server.pid, (await self._status(http))["workers"])
-        await until(lambda: all(len(s.token_s) >= load.n_written for s in streams), "tokens of all streams")
+        written = f"all streams to write {load.n_written} tokens"
+        await until(lambda: all(len(s.token_s) >= load.n_written for s in streams), written)
         os.kill(pid, FAULTS[fault])
         struck_s = time.perf_counter()
         n_tokens = sum(load.size.n_prompt + len(s.token_s) for s in streams)
-        await until(lambda: self._said(_ENDED, number + 1), "the supervisor, who has not noticed")
+        await until(lambda: self._said(_ENDED, number + 1), "the supervisor to notice")
         noticed_s, line = self._said(_ENDED, number + 1)[number]
-        await until(lambda: self._said(_READY, number + 1), "the job")
+        await until(lambda: self._said(_READY, number + 1), "the next job")
         ready_s, _ = self._said(_READY, number + 1)[number]
-        await until(all_go_on, "streams, which do not go on")
+        await until(all_go_on, "all streams to go on")
         next_s = tuple(next(t for t in s.token_s if t > ready_s) - struck_s for s in streams)
         metrics = await self._metrics(http)
         after = _counters(metrics)
@@ -233,11 +236,15 @@ class _Bench:
 
     async def _imported(self, http: aiohttp.ClientSession) -> None:
         """Until the next start has its imports."""
+        self._tell("the next start's imports")
         until_s = time.perf_counter() + self._deadline_s
         while (await self._status(http))["spare"] != "imported":
             if time.perf_counter() > until_s:
                 raise UserError(f"waited {self._deadline_s:g} s (--deadline) for the next start's imports")
             await asyncio.sleep(0.1)
+
+    def _tell(self, what: str) -> None:
+        self._on_progress(f"{self.fault}: waits for {what}")
 
     def _said(self, what: str, n: int) -> list[tuple[float, str]]:
         """The supervisor's lines of it, if there are so many."""
@@ -247,6 +254,7 @@ class _Bench:
     async def _until(
         self, holds: Callable[[], object], what: str, check: Callable[[], None] = lambda: None
     ) -> None:
+        self._tell(what)
         until_s = time.perf_counter() + self._deadline_s
         while not holds():
             check()
