@@ -114,6 +114,8 @@ def test_an_error_is_beside_a_number_that_is_not_0() -> None:
         (one(input_lens=2.5), "request 0: .* must be whole numbers"),
         (one(output_lens=1 << 40), "request 0: .* must be whole numbers"),
         ({"duration": 0}, "duration 0 must be seconds"),
+        ({"host_ms": -1}, "host_ms -1 must be milliseconds"),
+        ({"host_ms": "5"}, "host_ms '5' must be milliseconds"),
         ({"duration": [[0] * 99]}, "duration .* must be seconds"),
         ({"max_concurrency": 3}, "--max-concurrency held them back"),
         ({"max_concurrency": "3"}, "--max-concurrency held them back"),
@@ -170,10 +172,10 @@ def test_a_spoilt_result_is_read_or_refused_in_one_line(
     assert (found.ttft_s <= found.e2el_s).all() and (found.tpot_s >= 0).all() and found.output_per_s > 0
 
 
-def check_within_the_aims(capsys: Any, saved: str, *words: str) -> None:
+def check_within_the_aims(capsys: Any, saved: str, *words: str, model: str = "llama-3-8b") -> None:
     """Of a load's file in docs/measurements."""
     file = ROOT / "docs/measurements" / saved
-    how = ("--model", "llama-3-8b", "--max-num-seqs", "64", "--json", *words)
+    how = ("--model", model, "--max-num-seqs", "64", "--json", *words)
     assert main(["simulate", "--trace", str(file), *how]) == 0
     compared = json.loads(capsys.readouterr().out)["compared"]
     assert abs(compared["output_throughput"]["error"]) < 0.05
@@ -195,3 +197,10 @@ def test_a_load_that_a_split_server_served_is_simulated_within_the_aims(
     """By what rank 0 had to do for a program in one of these nine: "quicker", 12."""
     saved = f"served-split-{host}-h100-{load}.json"
     check_within_the_aims(capsys, saved, "--compute", "h100", "--dop", "1,1")
+
+
+@pytest.mark.parametrize("rate", [4, 8])
+def test_so_is_another_model_with_what_its_server_said_of_its_host(rate: int, capsys: Any) -> None:
+    """The host's 9.3 and 12.0 ms are by the server's own counters over that load."""
+    saved = f"served-split-13b-h100-{rate}.json"
+    check_within_the_aims(capsys, saved, "--compute", "h100", "--dop", "1,1", model="llama-2-13b")

@@ -392,6 +392,10 @@ def test_a_saved_result_is_simulated_beside_what_was_measured(
     simulate = ["simulate", "--model", "llama-3-8b", "--trace", str(file)]
     assert main([*simulate, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    # The server said what its host had to do, and that is simulated unless something else is asked for.
+    assert record["host_ms"] > 0 and found["host_ms"] == pytest.approx(record["host_ms"])
+    assert main([*simulate, "--host-ms", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_ms"] == 0
     assert (found["n_requests"], found["n_left_out"]) == (5, 0)
     shown = {
         "output_throughput",

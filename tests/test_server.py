@@ -436,14 +436,15 @@ def test_metrics_count_what_was_asked(client, server):
         "vllm:generation_tokens_total",
         "vllm:time_to_first_token_seconds_count",
         "jaxlamina:prompt_calls_total",
+        "jaxlamina:launches_total",
     )
-    of_host = "jaxlamina:launch_seconds_total", "jaxlamina:wait_seconds_total"
+    of_host = tuple(f"jaxlamina:{name}_seconds_total" for name in ("busy", "launch", "wait"))
     before, seconds = ([server.metric(name) for name in of] for of in (names, of_host))
     client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=7, temperature=0, extra_body={"ignore_eos": True}
     )
     after = [server.metric(name) for name in names]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 7, 1, 1]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 7, 1, 1, 7]
     assert all(server.metric(name) > s for name, s in zip(of_host, seconds, strict=True))
     assert server.metric("vllm:e2e_request_latency_seconds_sum") > 0
     assert server.metric("vllm:inter_token_latency_seconds_count") > 5

@@ -20,7 +20,7 @@ import msgspec
 
 from jaxlamina.bench.job_processes import FAULTS, find, supervised
 from jaxlamina.bench.loads import Size
-from jaxlamina.bench.serve_client import ANY_TOKEN_IDS, Stream, Target, ask, look, prompts, session
+from jaxlamina.bench.serve_client import ANY_TOKEN_IDS, Stream, Target, ask, look, number, prompts, session
 from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.bench.server_process import Server
 from jaxlamina.bench.start_bench import command_of
@@ -279,11 +279,7 @@ class _Bench:
 
 
 def _counters(metrics: str) -> dict[str, float]:
-    found = {}
-    for name, of in _COUNTERS.items():
-        said = re.search(rf"^{of}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
-        found[name] = float(said[1]) if said else 0.0
-    return found
+    return {name: number(metrics, of) or 0.0 for name, of in _COUNTERS.items()}
 
 
 def _start_s(metrics: str) -> dict[str, float]:

@@ -117,7 +117,7 @@ def serve_command(
         arrive_s = loads.arrivals(num_prompts, request_rate, burstiness, seed=seed)
     load, n_too_long = _load(served, target, sizes, arrive_s, num_prompts, max_concurrency, seed)
     where = machine.describe(["aiohttp"])
-    measured = _run(target, load)
+    measured, host_ms = _run(target, load)
     record: dict[str, Any] = {
         "base_url": url,
         "endpoint": endpoint,
@@ -129,6 +129,7 @@ def serve_command(
     record |= {"request_rate": None if dataset_path or math.isinf(request_rate) else request_rate}
     record |= {"speedup": speedup if dataset_path else None, "max_concurrency": max_concurrency, "seed": seed}
     record |= wanted.of(measured.answers, measured.duration_s) | {"latest_ms": 1e3 * measured.latest_s}
+    record |= {"host_ms": host_ms}
     report.tell("serve", record, where, parts(record, measured, load, wanted), as_json=as_json)
     if save_result is not None:
         report.save(
@@ -200,7 +201,8 @@ def _load(
     ), n_too_long
 
 
-def _run(target: Target, load: Load) -> Measured:
+def _run(target: Target, load: Load) -> tuple[Measured, float | None]:
+    """Also the milliseconds that the server's host was at work for each program, if it says so."""
     from jaxlamina.bench import serve_bench, serve_client
 
     first = load.prompts[0]
@@ -215,14 +217,17 @@ def _run(target: Target, load: Load) -> Measured:
             what = f"requests, {n_failed} failed" if n_failed else "requests"
             on_progress(what, n_done, len(load.sizes))
 
-        async def both() -> Measured:
+        async def both() -> tuple[Measured, float | None]:
             try:
                 await serve_bench.try_out(target, trial, load.sizes[0])
             except UserError as error:
                 if isinstance(trial, str) and "tokenizer" in str(error):
                     raise UserError(f"{error} (--endpoint completions --token-ids does so)") from None
                 raise
-            return await serve_bench.run(target, load, on_answer)
+            before = await serve_client.host_work(target)
+            measured = await serve_bench.run(target, load, on_answer)
+            after = await serve_client.host_work(target)
+            return measured, after.ms_since(before) if before and after else None
 
         return asyncio.run(both())
 
@@ -262,6 +267,8 @@ def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted
         ("most requests at once", f"{record['max_concurrent_requests']}"),
         ("normalised latency", "–" if normalised_ms is None else f"{normalised_ms:.2f} ms a token"),
     ]
+    if record["host_ms"] is not None:
+        rows.append(("the server's host, for each program", f"{record['host_ms']:.2f} ms"))
     if "request_goodput" in record:
         limits = ", ".join(f"{name} ≤ {ms:g} ms" for name, ms in wanted.limits_ms.items())
         rows.append((f"goodput ({limits})", f"{record['request_goodput']:.3f} requests/s"))

@@ -101,7 +101,8 @@ def simulate(
             "--host-ms",
             min=0,
             help="What the host has to do for each program that it launches, while devices compute if "
-            f"--async-scheduling. By itself {_HOST_MS} where a model is split, as measured for 8B, else 0.",
+            "--async-scheduling. By itself what --trace's server said, if it is such a load; else "
+            f"{_HOST_MS} where a model is split, as measured for 8B, and 0 where it is not.",
         ),
     ] = None,
     scheduling_policy: model_options.SchedulingPolicy = None,
@@ -159,6 +160,9 @@ def simulate(
         in_host = link_gb_s is link_us is None and setup.memory == setup.compute
         by_memory = in_host and partition == "heads" and setup.n_model == 1
         prompt_batch_tokens = PROMPT_BATCH_TOKENS if by_memory or not setup.is_split else 0
+    by_server = None if answered is None else answered.host_ms
+    if host_ms is None:
+        host_ms = by_server if by_server is not None else _HOST_MS * setup.is_split
     policy = simulator.ServingPolicy(
         scheduling_policy=scheduling_policy or FIRST_COME,
         max_num_seqs=max_num_seqs or DEFAULT_SEQS,
@@ -171,7 +175,7 @@ def simulate(
         kv_slots=kv_slots,
         kept_kv=kept_kv,
         buckets=simulator.gpu_buckets(setup, max_num_seqs or DEFAULT_SEQS, load) if padding else None,
-        host_s=(_HOST_MS * setup.is_split if host_ms is None else host_ms) / 1e3,
+        host_s=host_ms / 1e3,
     )
     failures = [_failure(text) for text in failure or []]
     rate = None if mtbf_hours is None else FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s, seed)
@@ -186,7 +190,8 @@ def simulate(
             record |= {"compared": each, "n_left_out": answered.n_left_out}
         print(json.dumps(record))
         return
-    _show(f"{model}, {trace}, {_pools(setup)}", run, beside, answered.n_left_out if answered else 0)
+    title = f"{model}, {trace}, {_pools(setup)}"
+    _show(title, run, beside, answered.n_left_out if answered else 0, host_ms)
 
 
 def _setup(
@@ -276,7 +281,9 @@ def _pools(setup: Deployment) -> str:
     return f"{setup.n_model} × {compute} and {setup.n_attention} × {memory.hardware.name}{batches}"
 
 
-def _show(title: str, run: SimulatedRun, beside: dict[str, Compared], n_left_out: int) -> None:
+def _show(
+    title: str, run: SimulatedRun, beside: dict[str, Compared], n_left_out: int, host_ms: float
+) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -286,7 +293,7 @@ def _show(title: str, run: SimulatedRun, beside: dict[str, Compared], n_left_out
     table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
-    for name, value in _rows(run):
+    for name, value in _rows(run, host_ms):
         table.add_row(name, value)
     out: Any = Console()
     print_table(out, table)
@@ -328,7 +335,7 @@ def _terms(setup: Deployment) -> str:
     return "; ".join(dict.fromkeys(said))
 
 
-def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
+def _rows(run: SimulatedRun, host_ms: float) -> Iterator[tuple[str, str]]:
     yield "requests", f"{len(run.end_s):,}"
     yield "seconds", f"{run.seconds:,.1f}"
     yield "requests/s", f"{run.requests_per_s:,.3f}"
@@ -348,8 +355,8 @@ def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
     yield "preempted", f"{run.n_preemptions:,}"
     for pool, share in run.bubbles.items():
         yield f"bubbles, {pool} pool", f"{share:.1%}"
-    if run.host_s:
-        yield "waits for the host", f"{run.host_s / run.seconds:.1%}"
+    if host_ms:
+        yield "host (ms a program), waited for", f"{host_ms:.1f}, {run.host_s / run.seconds:.1%}"
     if run.n_failures:
         yield "failures", f"{run.n_failures:,}"
         yield "down (s), share", f"{run.down_s:,.1f}, {run.down_s / run.seconds:.2%}"

@@ -507,12 +507,13 @@ class Engine:
     def _timed(self, step: Step) -> StepLogits:
         logits, seconds = self._times.timed(lambda: self.executor.run(step))
         self.stats.launch_s += seconds
+        self.stats.n_launches += 1
         return logits
 
     def _run_computed(self, chunk: OwnChunk) -> LaunchedRows:
         """Has attention workers take in what a prefill worker has computed at its own pace."""
         start, stop = chunk.span
-        [logits] = self.executor.run(Step(prompts=(self.batches.to_take_in(chunk),))).prompts
+        [logits] = self._timed(Step(prompts=(self.batches.to_take_in(chunk),))).prompts
         self.stats.n_prompt_tokens_own_pace += stop - start
         return self._prefilled(chunk.request, chunk.span, logits)
 

@@ -46,8 +46,13 @@ class EngineStats:
     decode_s: float = 0.0
     n_prefill_steps: int = 0  # prompts and chunks of them, and
     n_decode_steps: int = 0  # decode steps that these seconds are of
-    launch_s: float = 0.0  # of the host, launching programs, a device at work or not
+    n_launches: int = 0  # programs: of a step's rows, and of each call of prompts
+    launch_s: float = 0.0  # of the host, launching them, a device at work or not
     wait_s: float = 0.0  # of the host, waiting for results: next to none where it is the host that is late
+
+    @property
+    def busy_s(self) -> float:
+        return self.prefill_s + self.decode_s
 
     @property
     def mean_batch_size(self) -> float:

@@ -50,12 +50,14 @@ class AnsweredTrace(Trace):
     or not that one was answered.
 
     ``ttft_s``, ``e2el_s``: to the first token and to the end of the last one. ``seconds``: of the whole load.
-    ``n_left_out``: requests that failed, or have no output."""
+    ``n_left_out``: requests that failed, or have no output. ``host_ms``: what the server's host had to do for
+    each program, where it said so."""
 
     ttft_s: Float[np.ndarray, " R"]
     e2el_s: Float[np.ndarray, " R"]
     seconds: float
     n_left_out: int
+    host_ms: float | None
 
     @property
     def tpot_s(self) -> Float[np.ndarray, " M"]:
@@ -219,6 +221,9 @@ def _of_result(result: Any) -> AnsweredTrace:
     if bench != "serve":
         raise ValueError(f"it is of bench {bench!r:.40}" if bench else "it is no bench's result")
     _check_s("duration", result.get("duration"), least=_LEAST_S)
+    host_ms = result.get("host_ms")
+    if host_ms is not None:
+        _check_s("host_ms", host_ms, unit="milliseconds")
     requests = _requests(result)
     rows: list[tuple[int, int, int, float, float]] = []
     for i, (arrival_s, n_prompt, n_output, ttft_s, e2el_s) in enumerate(requests):
@@ -240,7 +245,8 @@ def _of_result(result: Any) -> AnsweredTrace:
     ttfts, e2els = np.array([row[3:] for row in rows], float).T
     arrivals -= round(1e6 * min(arrival_s for arrival_s, *_ in requests))
     n_left_out = len(requests) - len(rows)
-    return AnsweredTrace(arrivals, prompts, outputs, ttfts, e2els, float(result["duration"]), n_left_out)
+    seconds = float(result["duration"])
+    return AnsweredTrace(arrivals, prompts, outputs, ttfts, e2els, seconds, n_left_out, host_ms)
 
 
 def _requests(result: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -256,8 +262,8 @@ def _requests(result: dict[str, Any]) -> list[tuple[Any, ...]]:
     return list(zip(*columns.values(), strict=True))
 
 
-def _check_s(name: str, value: Any, least: float = 0.0) -> None:
+def _check_s(name: str, value: Any, least: float = 0.0, unit: str = "seconds") -> None:
     """``ValueError`` unless it is a time that can be."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and least <= value <= _MOST_S):
-        raise ValueError(f"{name} {value!r:.40} must be seconds from {least:g} to {_MOST_S:g}")
+        raise ValueError(f"{name} {value!r:.40} must be {unit} from {least:g} to {_MOST_S:g}")

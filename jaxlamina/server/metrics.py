@@ -108,6 +108,8 @@ _COUNTERS = (
     ("jaxlamina:weight_updates", "Times that the weights were replaced.", "n_weight_updates"),
     ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
     ("jaxlamina:prompt_calls", "Prompts and chunks, computed apart from decode steps.", "n_prefill_steps"),
+    ("jaxlamina:launches", "Programs launched: a step's rows, and each call of prompts.", "n_launches"),
+    ("jaxlamina:busy_seconds", "In which there was something to do, for the host or a device.", "busy_s"),
     ("jaxlamina:launch_seconds", "Of the host, launching programs, a device at work or not.", "launch_s"),
     (
         "jaxlamina:wait_seconds",
@@ -154,7 +156,7 @@ _LATENCIES = {
 def snapshot(engine: Engine) -> dict[str, float]:
     """The engine's numbers now. For the thread that owns it."""
     found: dict[str, float] = {**asdict(engine.stats), **engine.kv_stats()}
-    found["n_running"] = len(engine.scheduler.running)
+    found["n_running"], found["busy_s"] = len(engine.scheduler.running), engine.stats.busy_s
     found["n_batches"] = engine.executor.latest_n_batches
     local = engine.executor.local_attention() or {}
     found["local_share"], found["wanted_share"] = local.get("share") or 0.0, local.get("wanted") or 0.0
