@@ -241,8 +241,8 @@ async def look(base_url: str, model: str | None, api_key: str | None) -> Served:
 
 @dataclass(frozen=True)
 class HostWork:
-    """What a server of this project has done since its start: ``n_launches`` programs, over ``busy_s``, of which
-    its host waited ``wait_s`` for devices."""
+    """What a server of this project has done since its start: ``n_launches`` programs, over ``busy_s``, of
+    which its host waited ``wait_s`` for devices."""
 
     busy_s: float
     wait_s: float
