@@ -17,6 +17,7 @@ import time
 from contextlib import closing, suppress
 
 import msgspec
+import numpy as np
 import pytest
 from checkpoint_examples import LLAMA, byte_tokenizer, tiny_words_folder
 from hypothesis import given, settings
@@ -66,6 +67,38 @@ def run(engine, params, written=(), n_given=0):
         events += [event for event in engine.step() if event.request_id == job.request_id]
     engine.check_integrity()
     return events
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel", "auto"])
+def test_a_request_that_begins_anew_is_computed_as_it_was(tiny, kv_dtype):
+    """KV of int8 is rounded, and a prompt's own tokens attend to each other's before it is."""
+    llm = LLM(tiny, max_num_seqs=4, max_model_len=128, kv_dtype=kv_dtype)
+    engine, stats = llm.engine, llm.engine.stats
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
+    prompt = [(7 * i + i * i) % 60 + 2 for i in range(60)]
+
+    def logprobs(n_cached=None):
+        n_found = stats.n_prefix_hit_tokens
+        job = engine.admission.job(prompt, params, None)
+        engine.add_job(job, n_cached=n_cached)
+        events = []
+        while not engine.idle:
+            events += engine.step()
+        engine.check_integrity()
+        said = np.array([next(iter(event.logprobs.values())).logprob for event in events])
+        return said, stats.n_prefix_hit_tokens - n_found
+
+    first, n_found = logprobs()
+    assert n_found == 0
+    found, n_found = logprobs()
+    assert n_found == len(prompt) - 1
+    rounds = kv_dtype != "auto"
+    assert (np.abs(found - first).max() > 1e-3) == rounds
+    for n, as_then in ((0, first), (32, None), (59, found)):
+        again, n_found = logprobs(n_cached=n)
+        assert n_found == (n if rounds else len(prompt) - 1)
+        if as_then is not None:
+            np.testing.assert_allclose(again, as_then, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

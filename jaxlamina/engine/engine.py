@@ -278,6 +278,8 @@ class Engine:
             priority=priority,
             caller=caller,
             scores_prompt=params.prompt_logprobs is not None,
+            # One that begins anew is to repeat its tokens: it is computed as it was.
+            most_found=n_cached if self.capabilities.rounds_kv and not written else None,
         )
         self.scheduler.add(request)
         self.postprocess.live[job.request_id] = job, [request]

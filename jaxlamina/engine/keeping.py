@@ -49,13 +49,14 @@ class Keeping:
         self._try_again_s = math.inf
 
     def find(self, request: Request, n_cached: int) -> np.ndarray:
-        """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
+        """Places of its tokens after the first ``n_cached``."""
         # Of one that was preempted nobody looked after what is kept.
         request.n_kept, request.kept_at = 0, NOTHING_KEPT
-        if request.scores_prompt or not self.prefixes.n_used:
+        most = request.n_findable
+        if request.scores_prompt or not self.prefixes.n_used or most <= n_cached:
             return NOTHING_KEPT
         digests = self._digests(request, request.n_known)
-        wanted = digests.part(n_cached, request.n_known - 1)
+        wanted = digests.part(n_cached, most)
         found = self.prefixes.find(wanted)
         if not n_cached + len(found) >= self._min_tokens <= len(found):
             return NOTHING_KEPT

@@ -44,6 +44,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     slots: SlotList = field(default_factory=SlotList)
     host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host
+    most_found: int | None = None  # of its prompt: so many tokens' KV is found at most, None: any number's
     n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
     n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
     worker: int = 0  # which prefill worker computes its prompt
@@ -67,6 +68,12 @@ class Request:
     def n_tokens(self) -> int:
         """Tokens in and out, those in flight counted."""
         return len(self.prompt_token_ids) + self.n_generated
+
+    @property
+    def n_findable(self) -> int:
+        """Its first tokens whose KV may be found. The last one must be computed, for what comes after it."""
+        n = self.n_known - 1
+        return n if self.most_found is None or self.output_token_ids else min(n, self.most_found)
 
     @property
     def n_tokens_left(self) -> int:

@@ -167,11 +167,10 @@ class Room:
         return brought
 
     def match(self, request: Request, tokens: Sequence[int]) -> np.ndarray:
-        """Slots of the cached prefix, the last token left out: it must be computed, for what comes after
-        it."""
+        """Slots of the cached prefix."""
         if self.prefix_cache is None or request.scores_prompt:
             return np.empty(0, np.int32)
-        found = self.prefix_cache.match(tokens[:-1])
+        found = self.prefix_cache.match(tokens[: request.n_findable])
         if len(found) < self.min_prefix_tokens:
             self.slots.free(found)
             found = found[:0]

@@ -159,6 +159,7 @@ class LocalExecutor(Executor):
             compiles_behind=self.layout.by_heads and on_cpu,
             batches_prompts=self.layout.by_heads,
             prompt_batch_tokens=capacity.prompt_batch_tokens(self.device) if self.layout.by_heads else 0,
+            rounds_kv=any(spec.rounds for spec in self.specs),
         )
 
     def run(self, step: Step) -> StepLogits:

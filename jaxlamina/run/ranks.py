@@ -233,6 +233,7 @@ class RanksExecutor(Executor):
             compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
             batches_prompts=batches_prompts,
             prompt_batch_tokens=prompt_batch_tokens(self.device) if by_default else 0,
+            rounds_kv=any(spec.rounds for spec in self.specs),
             why_not_mixed=why_not(self.layout, self._mixed_like),
         )
 

@@ -140,6 +140,7 @@ class UnsplitExecutor(Executor):
             compiles_behind=True,
             batches_prompts=True,
             prompt_batch_tokens=capacity.prompt_batch_tokens(self.device),
+            rounds_kv=any(spec.rounds for spec in self.specs),
         )
 
     def run(self, step: Step) -> StepLogits:

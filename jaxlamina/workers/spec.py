@@ -68,6 +68,11 @@ class AttentionSpec:
         return self.dtype if self.kv == "auto" else np.dtype(np.int8)
 
     @property
+    def rounds(self) -> bool:
+        """Whether K and V lose bits as they are stored."""
+        return self.kv != "auto"
+
+    @property
     def by_channel(self) -> bool:
         """Whether int8 has fixed scales, which must be calibrated."""
         return self.kv in CALIBRATED_KV_DTYPES
