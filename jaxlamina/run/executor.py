@@ -32,8 +32,8 @@ class Capabilities:
     - ``compiles_behind``: programs can be compiled while others run.
     - ``batches_prompts``: several prompts can be one call; ``prompt_batch_tokens``: of how many tokens at
       best, 0: none.
-    - ``rounds_kv``: KV is stored with fewer bits than a prompt's tokens have for each other, so a prompt whose
-      KV is found is not quite the same as one that is computed.
+    - ``rounds_kv``: KV is stored with fewer bits than a prompt's tokens have for each other, so a prompt
+      whose KV is found is not quite the same as one that is computed.
     - ``why_not_mixed``: why a prompt cannot be computed along with rows, and what to do instead; None if it
       can.
     """
