@@ -14,6 +14,7 @@ from checkpoint_examples import tiny_words_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import ROOT, WORDS_TEMPLATE, environment, serving
+from supervised import Supervised, find, wait_until
 
 from jaxlamina.cli.batch_input import CHAT, COMPLETIONS, parse
 from jaxlamina.cli.chat import SETTABLE
@@ -186,6 +187,35 @@ def test_batches_at_a_server_are_grouped_and_in_order(server, start, tmp_path):
     assert (right["input"], right["prompt"], right["custom_id"]) == ("list", "w1", "1")
     assert right["response"]["status_code"] == 200 and right["custom_id"] == "1"
     assert wrong["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.timeout(240)
+def test_a_chat_and_a_batch_wait_for_a_server_that_is_started_again(tiny, start):
+    server = Supervised.of([], tiny, ["--api-key", "k"])
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        prompts = json.dumps([f"w{i} w1" for i in range(30)]), json.dumps([400] * 30)
+        batch = start("batch", " ".join(prompts), "--url", url, "--json")
+        client, said = Client(url, api_key="k"), []
+        wait_until(lambda: any(one["request_counts"]["completed"] > 3 for one in listed(client)), 60)
+        os.kill(find("server", server.process.pid), signal.SIGKILL)
+        wait_until(lambda: said.append(server.request("GET", "/health")) or said[-1][0] != 200)
+        chat = start("chat", "--url", url, "--max-tokens", "3")
+        wait_until(lambda: said.append(server.request("GET", "/health")) or said[-1][0] == 200, 60)
+        # Never why an earlier start has ended, or nothing.
+        assert {one["reason"] for status, one in said if status != 200} == {"killed by SIGKILL"}
+        out, err = finish(chat, "w1 w2\n")
+        assert len(out) == 1 and "waiting: the server says (503): recovering: killed by SIGKILL" in err
+        out, err = finish(batch)
+        assert sorted(int(line["custom_id"]) for line in map(json.loads, out)) == list(range(1, 31))
+        [one] = listed(client)
+        assert one["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+    finally:
+        server.close()
+
+
+def listed(client):
+    return client.get("/v1/batches")["data"]
 
 
 def test_results_of_several_inputs_can_be_joined_to_them(server, start, tmp_path):

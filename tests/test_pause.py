@@ -231,6 +231,14 @@ def test_a_supervised_job_is_started_again_as_it_was_changed(folders, tmp_path, 
         mixed = text(asked)
         of_b, may_end = ask(server, LONG), ask(server, SHORT | {"ignore_eos": False})
         assert len({mixed, of_a, of_b}) == 3
+        asked = begin(server, LONG | {"max_tokens": 480})
+        pause = threading.Thread(target=server.post, args=("/pause?mode=wait", None), daemon=True)
+        pause.start()
+        wait_until(lambda: "paused" in server.get("/health"))
+        assert pause.is_alive()  # so it waits yet
+        text(asked)
+        pause.join(60)
+        assert server.post("/resume", None) == {"status": "running"}
         asked = begin(server)
         assert server.post("/pause?mode=keep", None) == {"status": "paused"}
         os.kill(find("server", server.process.pid), signal.SIGKILL)

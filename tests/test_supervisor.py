@@ -201,6 +201,18 @@ def test_a_request_ends_with_its_client(server):
     wait_until(lambda: n_running()[0].endswith(" 0.0"), 20)
 
 
+@pytest.mark.parametrize("supervise", ["--no-supervise", "--supervise"])
+def test_a_socket_that_cannot_be_is_one_line(tiny, tmp_path, supervise):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "none" / "socket", tmp_path / "file"):
+        words = ["serve", supervise, "--uds", str(path), "--model", str(tiny), "--no-warm-up"]
+        how = {"env": environment(), "capture_output": True, "text": True, "timeout": 60, "cwd": ROOT}
+        done = subprocess.run([sys.executable, "-m", "jaxlamina", *words], check=False, **how)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: cannot serve at {path}: ")
+        assert len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "file").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_requests_of_another_model_do_not_go_on(tiny, tmp_path):

@@ -24,6 +24,7 @@ from jaxlamina.cli.batch_input import Requests, names_of, parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
 from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.console.progress import bar
+from jaxlamina.errors import UserError
 from jaxlamina.options import DEFAULT_SEQS
 from jaxlamina.process.cache_folder import cache_dir
 
@@ -88,17 +89,21 @@ def batch(
     with served.server(
         console, url, api_key, options, default_seqs=DEFAULT_SEQS, files_dir=files_dir
     ) as client:
-        known = memory.batch_ids()
-        jobs = [_job(client, requests, batch_id) for requests, batch_id in zip(batches, known, strict=True)]
-        memory.keep([job.id for job in jobs])
+        ids = memory.batch_ids()
+        jobs = []
         try:
+            for i, requests in enumerate(batches):
+                jobs.append(_job(client, requests, ids[i]))
+                ids[i] = jobs[i].id
+                memory.keep(ids)
             _wait(console, client, jobs)
-        except KeyboardInterrupt:
-            console.print("interrupted: the same command goes on where this one was")
+            found = [job.results(client) for job in jobs]
+        except (KeyboardInterrupt, UserError):
+            if any(ids):
+                console.print("interrupted: the same command goes on where this one was")
             raise
         n_missing = 0
-        for job in jobs:
-            results = job.results(client)
+        for job, results in zip(jobs, found, strict=True):
             n_missing += len(job.requests.lines) - sum(r["response"]["status_code"] == 200 for r in results)
             for line in map(json.dumps, results) if as_json else grouped(job, results):
                 print(line, flush=True)
@@ -119,11 +124,12 @@ class _Memory:
         self.folder = cache_dir() / "batches" / hashlib.sha256(asked.encode()).hexdigest()[:24]
         self._file = self.folder / "ids.json"
 
-    def batch_ids(self) -> Sequence[str | None]:
-        found: list[str] = json.loads(self._file.read_text()) if self._file.exists() else []
+    def batch_ids(self) -> list[str | None]:
+        """Of each batch, None where it is not submitted yet."""
+        found: list[str | None] = json.loads(self._file.read_text()) if self._file.exists() else []
         return found or [None] * self._n
 
-    def keep(self, ids: Sequence[str]) -> None:
+    def keep(self, ids: Sequence[str | None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(ids))
 

@@ -211,6 +211,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**given: Any) -> None:
         context = given.pop(_CONTEXT)
+        if given.get("url") is not None:
+            why = "is of a model in this process, and the server at --url has its own: leave one out"
+            refuse_given(context, why, *(d.name for found in of.values() for d in found))
         if "revision" in given:
             given["revision"] = revision_of(context)
         made = {
@@ -254,6 +257,13 @@ def refuse_given(context: typer.Context, why: str, *names: str) -> None:
     for name in names:
         if _said_by(context, name) == "COMMANDLINE":
             raise UserError(f"--{name.replace('_', '-')} {why}")
+
+
+def check_of_failures(context: typer.Context, mtbf_hours: float | None, *more: str) -> None:
+    """`UserError` for an option of failures where there are none."""
+    if mtbf_hours is None:
+        why = "is of failures that come by chance: add --mtbf-hours, or leave it out"
+        refuse_given(context, why, "notice_s", "start_s", "kv_return_gb_s", *more)
 
 
 def check_over_ranks(context: typer.Context) -> None:

@@ -28,6 +28,7 @@ _MODEL, _TRACE = "llama-3-8b", "azure-conversation"
 
 
 def plan(
+    command: typer.Context,
     model: Annotated[
         str, typer.Option(help="A name in configs/models, or a .toml or config.json file.")
     ] = _MODEL,
@@ -120,6 +121,7 @@ def plan(
         check_figure(what_if[1], "--what-if")
     check_output(toml, "--toml")
     check_apart({"--what-if": what_if and what_if[1], "--pareto": pareto, "--toml": toml})
+    model_options.check_of_failures(command, mtbf_hours)
     if budget is not None and not 0 < budget <= 1e6:
         raise UserError(f"--budget {budget:g} must be dollars an hour, above 0 and up to 1,000,000")
     if memory is not None and compute is None:

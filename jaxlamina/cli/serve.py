@@ -101,7 +101,7 @@ def serve(
 
         imported.await_turn(imported.OF_A_SERVER)
         from jaxlamina import ranks
-        from jaxlamina.server.listening import bound, shown
+        from jaxlamina.server.listening import bound, bound_at, shown
         from jaxlamina.server.run import App
         from jaxlamina.server.standing_by import stand_by
         from jaxlamina.workers import kept_kv
@@ -109,7 +109,9 @@ def serve(
         raise UserError(
             "--pool-metrics-interval records ranks: start them with `jaxlamina launch … -- serve …`"
         )
-    with nullcontext() if uds else bound(host, port) as listener:
+    # The socket that a supervisor names is the server's once it is ready: it asks there.
+    of_supervisor = settings.supervisor is not None
+    with nullcontext() if of_supervisor else bound_at(uds) if uds else bound(host, port) as listener:
         # Until there is something to bring to an end; jax.distributed would take the signal and go on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         stands_by = os.environ.pop(STANDBY, None) is not None
@@ -122,8 +124,7 @@ def serve(
         model_options.say_dtype(console, llm)
         address = f"unix:{uds}" if listener is None else shown(listener, settings.ssl_certfile is not None)
         with bar(console, "compiling", line_every_s=15.0) as on_progress:
-            is_own = settings.supervisor is None  # else the supervisor says so
-            on_ready = partial(say, f"ready: {address}/v1") if is_own else lambda: None
+            on_ready = (lambda: None) if of_supervisor else partial(say, f"ready: {address}/v1")
             app = App(llm, settings, on_progress, on_ready)
             if stands_by:
                 if asked.keeps_kv and asked.kept_kv_folder is not None:
@@ -133,7 +134,7 @@ def serve(
                     llm.keep_kv(asked.kept_kv_folder, asked.kept_kv_slots)
             if listener is not None:
                 listener.listen()
-            if is_own:
+            if not of_supervisor:
                 say(f"serving {settings.served_model_names[0]} at {address}")
                 if settings.dashboard:
                     say(f"dashboard: {address}{PAGE}")

@@ -20,6 +20,8 @@ from jaxlamina.cli.model_options import CommandOptions
 from jaxlamina.errors import UserError
 from jaxlamina.server.client import Client
 
+_RECOVERY_S = 600.0  # as a supervisor has it by itself
+
 Url = Annotated[
     str | None,
     typer.Option(help="A server's address, such as http://localhost:8000. Default: in this process."),
@@ -39,7 +41,11 @@ def server(
 ) -> Iterator[Client]:
     """A client of the server at ``url``, or of one in this process with the model that ``options`` say."""
     if url is not None:
-        client = Client(url, api_key=api_key)
+
+        def say(error: UserError) -> None:
+            console.print(f"waiting: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+        client = Client(url, api_key=api_key, recovery_s=_RECOVERY_S, on_wait=say)
         if client.get("/health").get("status") != "ready":
             raise UserError(f"{url} is no server of this kind")
         yield client

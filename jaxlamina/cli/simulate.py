@@ -133,6 +133,7 @@ def simulate(
     from jaxlamina.planner.failures import FailureRate
     from jaxlamina.planner.traces import AnsweredTrace
 
+    model_options.check_of_failures(context, mtbf_hours, "seed")
     pools = model_options.parsed_dop(dop, least_attention=0)
     if not pools[1]:
         why = "is of attention workers, of which --dop says none: leave it out"

@@ -10,8 +10,9 @@ import http.client
 import json
 import socket
 import ssl
+import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,12 +20,14 @@ from urllib.parse import urlsplit
 from jaxlamina.errors import UserError
 
 _CONNECT_S = 10.0
+_UNAVAILABLE, _AGAIN_S = 503, 0.5
 
 
 class ServerError(UserError):
-    """The server answered with an error; ``status`` is HTTP's."""
+    """The server answered with an error; ``status`` is HTTP's. ``state``: what its ``/health`` says it is."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, content: bytes) -> None:
+        message, self.state = _message(content)
         super().__init__(f"the server says ({status}): {message}")
         self.status = status
 
@@ -54,16 +57,26 @@ class Client:
     """A server at ``url`` ("http://host:8000", with or without "/v1"), or at the Unix socket ``uds``. Of
     "https" the certificate must be trusted: by the system, or by the file that SSL_CERT_FILE names.
 
-    ``silence_s``: how long it may say nothing before it is given up.
+    ``silence_s``: how long it may say nothing before it is given up. ``recovery_s``: how long
+    `get` and `content` wait for one that is being started or started again, of which ``on_wait`` is told
+    once.
     """
 
     def __init__(
-        self, url: str = "", *, uds: str | None = None, api_key: str | None = None, silence_s: float = 600.0
+        self,
+        url: str = "",
+        *,
+        uds: str | None = None,
+        api_key: str | None = None,
+        silence_s: float = 600.0,
+        recovery_s: float = 0.0,
+        on_wait: Callable[[ServerError], object] = lambda why: None,
     ) -> None:
         parts = urlsplit(url)
         if uds is None and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise UserError(f"{url!r} must be a server's address, such as http://localhost:8000")
         self._parts, self._uds, self._silence_s = parts, uds, silence_s
+        self._recovery_s, self._on_wait = recovery_s, on_wait
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = authorization(api_key)
         self.where = url or "this process"
@@ -76,8 +89,29 @@ class Client:
             return json.loads(answer.read())
 
     def content(self, path: str) -> bytes:
+        until, n = time.monotonic() + self._recovery_s, 0
+        while True:
+            try:
+                return self._content(path)
+            except ServerError as error:
+                if error.status != _UNAVAILABLE or time.monotonic() > until or not self._comes_back():
+                    raise
+                if not n:
+                    self._on_wait(error)
+            n += 1
+            time.sleep(_AGAIN_S)
+
+    def _content(self, path: str) -> bytes:
         with self._answered("GET", path) as answer:
             return answer.read()
+
+    def _comes_back(self) -> bool:
+        """Whether a server that is not there is being started, or is there again."""
+        try:
+            self._content("/health")
+        except ServerError as error:
+            return error.state in ("starting", "recovering")
+        return True
 
     def stream(self, path: str, body: Any) -> Generator[Any]:
         """The events of an answer. Left early, the connection is closed, and the server stops writing."""
@@ -117,7 +151,7 @@ class Client:
             connection.request(method, self._base + path, body, headers)
             answer = connection.getresponse()
             if answer.status >= 400:
-                raise ServerError(answer.status, _message(answer.read()))
+                raise ServerError(answer.status, answer.read())
             yield answer
         except ssl.SSLCertVerificationError as error:
             raise UserError(
@@ -136,8 +170,13 @@ class Client:
         return kind(self._parts.hostname or "", self._parts.port, timeout=_CONNECT_S)
 
 
-def _message(content: bytes) -> str:
+def _message(content: bytes) -> tuple[str, str]:
+    """What went wrong, and how the server is, if it says so."""
     try:
-        return str(json.loads(content)["error"]["message"])
+        said = json.loads(content)
+        if "status" in said:  # of its health
+            state = str(said["status"])
+            return f"{state}: {said['reason']}" if said.get("reason") else state, state
+        return str(said["error"]["message"]), ""
     except (ValueError, KeyError, TypeError):
-        return content.decode(errors="replace")[:200]
+        return content.decode(errors="replace")[:200], ""

@@ -29,6 +29,8 @@ class Replacing:
     async def __call__(self, asked: WeightsRequest) -> dict[str, Any]:
         """Returns once every step is computed with the new weights. `ApiError`: the old ones are there then,
         but after a deadline, when the new ones may come yet."""
+        if not asked.model:
+            raise refused("model='' names nothing: name a folder or a file", "model")
         if is_code(asked.model):
             raise refused(f"model={asked.model!r} is a function: name a folder or a file", "model")
         if self._is_changing:

@@ -103,6 +103,7 @@ class SupervisedJob:
         self.was_ready = False
         self.is_paused = False  # and is to be after a start, too
         self.given_up = ""  # why there will be no job any more
+        self.why_not_ready = ""  # why the start before this one has ended
         self.code = 0
         self.n_starts = self._n_processes = 0
         self.causes: list[Cause] = []
@@ -157,14 +158,15 @@ class SupervisedJob:
         code = 0
         while not self.ends():
             cause, code = await self._once()
+            if self._planned:
+                cause, self._planned = Cause("planned", self._planned), ""
+            self.why_not_ready = cause.text
             was_ready, ended_at = self._is_ready, time.monotonic()
             await self._set_ready(False)
             if self._running is not None:
                 await self._end(self._running)
             if self.ends():
                 break
-            if self._planned:
-                cause, self._planned = Cause("planned", self._planned), ""
             undone = None if was_ready else self._before
             if undone is not None:
                 self.command, self._before = undone, None

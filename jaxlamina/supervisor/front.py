@@ -228,7 +228,7 @@ class Front:
         if job.state == "ready":
             paused = {"paused": True} if job.is_paused else {}
             return JsonResponse({"status": "ready", "recoveries": len(job.causes)} | paused)
-        reason = job.given_up or (job.causes[-1].text if job.causes else "")
+        reason = job.given_up or job.why_not_ready
         found = {"status": job.state, "reason": reason, "recoveries": len(job.causes)}
         return JsonResponse(found, 503)
 

@@ -6,7 +6,9 @@ questions are vLLM's and SGLang's (fault_tolerance: status, apply; pause, resume
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from jaxlamina.supervisor.child import GivenUp, NotChanged, Running, SupervisedJ
 from jaxlamina.supervisor.job_client import NoAnswer, Said
 
 _PASS_ON_S = 5.0  # for a job that takes requests
+_SOON_S = 0.2
 _changes = msgspec.json.Decoder(Change)
 
 
@@ -45,9 +48,16 @@ class Operating:
             if path == "/update_weights":
                 return await self._update_weights(path, query, body)
             running = await self._job.ready(_PASS_ON_S)
-            found = await running.client.ask("POST", path, query, body=body)
-            said = await running.client.ask("GET", "/is_paused", timeout_s=_PASS_ON_S)
-            self._job.is_paused = bool(json.loads(said.content)["is_paused"])
+            asked = asyncio.ensure_future(running.client.ask("POST", path, query, body=body))
+            try:
+                await asyncio.wait([asked], timeout=_SOON_S)
+                if not asked.done():  # a pause that waits for requests takes none meanwhile
+                    with suppress(NoAnswer, ValueError, KeyError):
+                        await self._note_pause(running)
+                found = await asked
+            finally:
+                asked.cancel()
+            await self._note_pause(running)
             return found
         except NotChanged as error:
             raise ApiError(409, str(error), code="not_changed") from None
@@ -57,6 +67,10 @@ class Operating:
             raise unavailable("the job is being started again: try again later") from None
         except (NoAnswer, ValueError, KeyError):
             raise unavailable("the job ended while it answered; whether it was done is not known") from None
+
+    async def _note_pause(self, running: Running) -> None:
+        said = await running.client.ask("GET", "/is_paused", timeout_s=_PASS_ON_S)
+        self._job.is_paused = bool(json.loads(said.content)["is_paused"])
 
     async def _update_weights(self, path: str, query: str, body: bytes) -> Said:
         found: Said | None = None
