@@ -51,7 +51,7 @@ def test_the_latencies_of_bench_serve_fit_80_columns() -> None:
     measured = Measured(answers, 2000.0, 0.0)
     load = Load([loads.Size(1024, 10)] * 4, ["x"] * 4, [0.0] * 4, None)
     record = {"model": "m", "base_url": "u", "endpoint": "e", "num_prompts": 4, "dataset_name": "random"}
-    record |= {**wanted.of(answers, 2000.0), "num_too_long": 0, "latest_ms": 0.0}
+    record |= {**wanted.of(answers, 2000.0), "num_too_long": 0, "latest_ms": 0.0, "host_ms": 9.87}
     where = Machine("a machine", 1, 1.0, 0.0, "2026-01-01", {})
     text = printed(80, lambda out: show(out, where, parts(record, measured, load, wanted)))
     assert "…" not in text
