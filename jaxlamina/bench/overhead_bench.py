@@ -30,6 +30,7 @@ from jaxlamina.bench.loads import Size, arrivals
 from jaxlamina.bench.prompts import prompts as passages
 from jaxlamina.bench.rounds import seconds_of
 from jaxlamina.bench.serve_metrics import summary
+from jaxlamina.bench.server_numbers import Numbers
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
 from jaxlamina.run.executor import Executor, StepLogits, WrappedExecutor
@@ -151,34 +152,6 @@ class Timed(WrappedExecutor):
         logits = jax.block_until_ready(super().run(step))
         self.seconds += time.perf_counter() - began_s
         return logits
-
-
-class Numbers:
-    """What a server's ``/metrics`` say; the difference of two is of the time between them."""
-
-    def __init__(self, text: str) -> None:
-        self._values: dict[str, float] = {}
-        for line in text.splitlines():
-            name, _, value = line.rpartition(" ")
-            if not line.startswith("#") and "_bucket{" not in line:
-                self._values[name.partition("{")[0]] = float(value)
-
-    @classmethod
-    def of(cls, client: Client) -> Numbers:
-        return cls(client.content("/metrics").decode())
-
-    def since(self, before: Numbers, name: str) -> float:
-        return self._values[name] - before._values[name]
-
-    def engine_latency_s(self, before: Numbers) -> float | None:
-        """Mean of the requests finished since then, in the engine's thread."""
-        name = "vllm:e2e_request_latency_seconds"
-        n = self.since(before, f"{name}_count")
-        return self.since(before, f"{name}_sum") / n if n else None
-
-    def batch(self, before: Numbers) -> float | None:
-        n_steps = self.since(before, "jaxlamina:engine_steps_total")
-        return self.since(before, "vllm:generation_tokens_total") / n_steps if n_steps else None
 
 
 class Layers:

@@ -20,8 +20,9 @@ import msgspec
 
 from jaxlamina.bench.job_processes import FAULTS, find, supervised
 from jaxlamina.bench.loads import Size
-from jaxlamina.bench.serve_client import ANY_TOKEN_IDS, Stream, Target, ask, look, number, prompts, session
+from jaxlamina.bench.serve_client import ANY_TOKEN_IDS, Stream, Target, ask, look, prompts, session
 from jaxlamina.bench.serve_metrics import TimedAnswer
+from jaxlamina.bench.server_numbers import Numbers
 from jaxlamina.bench.server_process import Server
 from jaxlamina.bench.start_bench import command_of
 from jaxlamina.errors import UserError
@@ -279,7 +280,8 @@ class _Bench:
 
 
 def _counters(metrics: str) -> dict[str, float]:
-    return {name: number(metrics, of) or 0.0 for name, of in _COUNTERS.items()}
+    numbers = Numbers(metrics)
+    return {name: numbers.get(of) for name, of in _COUNTERS.items()}
 
 
 def _start_s(metrics: str) -> dict[str, float]:

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from jaxlamina.bench.serve_bench import Load, Measured
     from jaxlamina.bench.serve_client import Served, Target
     from jaxlamina.bench.serve_metrics import TimedAnswer, Wanted
+    from jaxlamina.bench.server_numbers import Numbers
 
 DRAWN = ("sharegpt-like", "alpaca-like", "azure-conversation", "azure-code", "kimi-conversation")
 """`jaxlamina.bench.loads.DRAWN`, which is not imported to say what options there are."""
 DATASETS = ("random", *DRAWN, "trace")
 _SHOWN_ERRORS = 5
+_NUMBERS_S = 30.0
 PAIRS: report.Columns = (("", lambda row: row[0], "<"), ("", lambda row: row[1], "<"))
 
 
@@ -217,19 +219,26 @@ def _run(target: Target, load: Load) -> tuple[Measured, float | None]:
             what = f"requests, {n_failed} failed" if n_failed else "requests"
             on_progress(what, n_done, len(load.sizes))
 
-        async def both() -> tuple[Measured, float | None]:
-            try:
-                await serve_bench.try_out(target, trial, load.sizes[0])
-            except UserError as error:
-                if isinstance(trial, str) and "tokenizer" in str(error):
-                    raise UserError(f"{error} (--endpoint completions --token-ids does so)") from None
-                raise
-            before = await serve_client.host_work(target)
-            measured = await serve_bench.run(target, load, on_answer)
-            after = await serve_client.host_work(target)
-            return measured, after.ms_since(before) if before and after else None
+        try:
+            asyncio.run(serve_bench.try_out(target, trial, load.sizes[0]))
+        except UserError as error:
+            if isinstance(trial, str) and "tokenizer" in str(error):
+                raise UserError(f"{error} (--endpoint completions --token-ids does so)") from None
+            raise
+        before = _numbers(target)
+        measured = asyncio.run(serve_bench.run(target, load, on_answer))
+        return measured, _numbers(target).host_ms(before)
 
-        return asyncio.run(both())
+
+def _numbers(target: Target) -> Numbers:
+    """None in them, of a server that says none."""
+    from jaxlamina.bench.server_numbers import Numbers
+    from jaxlamina.server.client import Client
+
+    try:
+        return Numbers.of(Client(target.base_url, api_key=target.api_key, silence_s=_NUMBERS_S))
+    except UserError:
+        return Numbers("")
 
 
 def _each(measured: Measured, load: Load) -> dict[str, Any]:

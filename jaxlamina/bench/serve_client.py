@@ -5,7 +5,6 @@ Knows HTTP and OpenAI's chunks, and of vLLM `ignore_eos` and `/tokenize`; nothin
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ WORDS = (
 ANY_TOKEN_IDS = range(20, 60)
 """That any vocabulary has: for a server without a tokenizer, such as of a shape alone."""
 _CONNECT_S = 30.0
-# Of `/metrics`: what `HostWork` says.
-_HOST_WORK = ("jaxlamina:busy_seconds_total", "jaxlamina:wait_seconds_total", "jaxlamina:launches_total")
 # A connection is not used again after so long: one that the server is about to close would fail its next
 # request.
 _KEPT_S = 1.0
@@ -237,43 +234,6 @@ async def look(base_url: str, model: str | None, api_key: str | None) -> Served:
             names = ", ".join(repr(card["id"]) for card in cards)
             raise UserError(f"{base_url} does not serve {model!r}, but {names or 'no model'}")
         return Served(card["id"], card.get("max_model_len"), await _token_ids(http, base_url, card["id"]))
-
-
-@dataclass(frozen=True)
-class HostWork:
-    """What a server of this project has done since its start: ``n_launches`` programs, over ``busy_s``, of
-    which its host waited ``wait_s`` for devices."""
-
-    busy_s: float
-    wait_s: float
-    n_launches: float
-
-    def ms_since(self, before: HostWork) -> float | None:
-        """Milliseconds that the host was at work for each program; None where there was none, or the server
-        is another one."""
-        n = self.n_launches - before.n_launches
-        ms = 1e3 * (self.busy_s - self.wait_s - before.busy_s + before.wait_s) / n if n > 0 else -1.0
-        return ms if ms >= 0 else None
-
-
-async def host_work(target: Target) -> HostWork | None:
-    """None where a server does not say, as other projects' do not."""
-    async with session(target) as http:
-        try:
-            async with http.get(target.base_url + "/metrics") as response:
-                text = (await response.read()).decode(errors="replace")
-        except (aiohttp.ClientError, OSError):
-            return None
-    busy_s, wait_s, n_launches = (number(text, name) for name in _HOST_WORK)
-    if busy_s is None or wait_s is None or n_launches is None:
-        return None
-    return HostWork(busy_s, wait_s, n_launches)
-
-
-def number(metrics: str, name: str) -> float | None:
-    """The first one of that name in a server's `/metrics`."""
-    said = re.search(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
-    return float(said[1]) if said else None
 
 
 async def _token_ids(http: aiohttp.ClientSession, base_url: str, model: str) -> list[int] | None:

@@ -81,10 +81,10 @@ def serve(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     if supervision.supervise:
-        from jaxlamina.server.listening import bound, bound_at, shown
+        from jaxlamina.server.listening import door, shown
         from jaxlamina.supervisor.run import supervise
 
-        with bound_at(uds) if uds else bound(host, port) as front:
+        with door(uds, host, port) as front:
             front.listen()
             address = shown(front, settings.ssl_certfile is not None)
             say(f"serving {settings.served_model_names[0]} at {address}")
@@ -101,7 +101,7 @@ def serve(
 
         imported.await_turn(imported.OF_A_SERVER)
         from jaxlamina import ranks
-        from jaxlamina.server.listening import bound, bound_at, shown
+        from jaxlamina.server.listening import door, shown
         from jaxlamina.server.run import App
         from jaxlamina.server.standing_by import stand_by
         from jaxlamina.workers import kept_kv
@@ -111,7 +111,7 @@ def serve(
         )
     # The socket that a supervisor names is the server's once it is ready: it asks there.
     of_supervisor = settings.supervisor is not None
-    with nullcontext() if of_supervisor else bound_at(uds) if uds else bound(host, port) as listener:
+    with nullcontext() if of_supervisor else door(uds, host, port) as listener:
         # Until there is something to bring to an end; jax.distributed would take the signal and go on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         stands_by = os.environ.pop(STANDBY, None) is not None
@@ -122,7 +122,7 @@ def serve(
         recording = settings.pool_metrics_interval > 0
         llm = model_options.load(console, path, options, weights=other, recording=recording)
         model_options.say_dtype(console, llm)
-        address = f"unix:{uds}" if listener is None else shown(listener, settings.ssl_certfile is not None)
+        address = "" if listener is None else shown(listener, settings.ssl_certfile is not None)
         with bar(console, "compiling", line_every_s=15.0) as on_progress:
             on_ready = (lambda: None) if of_supervisor else partial(say, f"ready: {address}/v1")
             app = App(llm, settings, on_progress, on_ready)

@@ -19,8 +19,9 @@ from jaxlamina.cli import model_options
 from jaxlamina.cli.model_options import CommandOptions
 from jaxlamina.errors import UserError
 from jaxlamina.server.client import Client
+from jaxlamina.supervisor.settings import Supervision
 
-_RECOVERY_S = 600.0  # as a supervisor has it by itself
+_RECOVERY_S = Supervision.recovery_timeout  # as a supervisor has it by itself
 
 Url = Annotated[
     str | None,

@@ -52,11 +52,10 @@ class Keeping:
         """Places of its tokens after the first ``n_cached``."""
         # Of one that was preempted nobody looked after what is kept.
         request.n_kept, request.kept_at = 0, NOTHING_KEPT
-        most = request.n_findable
-        if request.scores_prompt or not self.prefixes.n_used or most <= n_cached:
+        if request.scores_prompt or not self.prefixes.n_used:
             return NOTHING_KEPT
         digests = self._digests(request, request.n_known)
-        wanted = digests.part(n_cached, most)
+        wanted = digests.part(n_cached, request.n_findable)
         found = self.prefixes.find(wanted)
         if not n_cached + len(found) >= self._min_tokens <= len(found):
             return NOTHING_KEPT

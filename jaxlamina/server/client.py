@@ -89,16 +89,16 @@ class Client:
             return json.loads(answer.read())
 
     def content(self, path: str) -> bytes:
-        until, n = time.monotonic() + self._recovery_s, 0
+        until, is_told = time.monotonic() + self._recovery_s, False
         while True:
             try:
                 return self._content(path)
             except ServerError as error:
-                if error.status != _UNAVAILABLE or time.monotonic() > until or not self._comes_back():
+                if error.status != _UNAVAILABLE or time.monotonic() >= until or not self._comes_back():
                     raise
-                if not n:
+                if not is_told:
                     self._on_wait(error)
-            n += 1
+            is_told = True
             time.sleep(_AGAIN_S)
 
     def _content(self, path: str) -> bytes:

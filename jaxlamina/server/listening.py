@@ -84,6 +84,11 @@ def bound_at(path: str) -> Iterator[socket.socket]:
             Path(path).unlink(missing_ok=True)
 
 
+def door(uds: str | None, host: str, port: int) -> contextlib.AbstractContextManager[socket.socket]:
+    """`bound_at` where there is a path, else `bound`."""
+    return bound_at(uds) if uds else bound(host, port)
+
+
 def shown(listener: socket.socket, is_tls: bool = False) -> str:
     """Its address as a URL, or as unix:PATH."""
     if listener.family == socket.AF_UNIX:
