@@ -47,6 +47,10 @@ def test_no_request_is_lost(rows, n_slots, setup, mtbf_s, downtime_s, kv_gb_s, s
     """Requests in = requests out with all their tokens, slots back to zero; at once or step by step."""
     trace = trace_of(rows)
     rate = FailureRate(mtbf_s / 3600, *downtime_s, kv_gb_s, seed)
+    # Rarer than a recovery of all KV takes: else it is refused (below).
+    recovery_s = rate.downtime_s + rate.return_s(setup, n_slots)
+    mtbf_s += (setup.n_model + setup.n_attention) * recovery_s
+    rate = dataclasses.replace(rate, mtbf_hours=mtbf_s / 3600)
     policy = ServingPolicy(
         max_num_seqs=4, max_num_batched_tokens=7, kv_slots=n_slots, kept_kv=kept_kv, async_scheduling=is_async
     )
