@@ -394,8 +394,8 @@ class LLM:
         staggering, local = self.executor.staggering(), self.executor.local_attention()
         return dataclasses.asdict(self.engine.stats) | {
             "mean_batch_size": self.engine.stats.mean_batch_size,
-            "n_compilations": self.executor.programs.total + self.engine.sampler.n_compiled,
-            "compilations": dict(self.executor.programs.counts) | {"sampler": self.engine.sampler.n_compiled},
+            "n_compilations": self.executor.programs.total + self.engine.sampler.n_programs,
+            "compilations": dict(self.executor.programs.counts) | {"sampler": self.engine.sampler.n_programs},
             "buckets": dataclasses.asdict(self.buckets),
             **self.engine.kv_stats(),
             "dtype": self.dtype,

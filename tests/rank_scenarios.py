@@ -602,7 +602,7 @@ def warmed(
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
         assert np.isfinite(run(batch)).all()
-    known, n_sampler = llm.stats()["compilations"], llm.engine.sampler.n_compiled
+    known, n_sampler = llm.stats()["compilations"], llm.engine.sampler.n_programs
     params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2, repetition_penalty=1.2, temperature=0)
     found = []
     for each in (llm, LLM(source(model), split=False, **limits)):
@@ -618,7 +618,7 @@ def warmed(
         "n_todo": len(todo),
         "all_by_others": all(name.startswith("compile") for name in ahead),
         "more": sorted(name for name in now if now[name] != known.get(name)),
-        "more_of_sampler": llm.engine.sampler.n_compiled - n_sampler,
+        "more_of_sampler": llm.engine.sampler.n_programs - n_sampler,
         "programs": sorted(now),
     }
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxlamina.process.compile_ahead import Ahead, n_compiling
+from jaxlamina.process import kept_programs
+from jaxlamina.process.compile_ahead import Ahead, ProgramAhead, n_compiling, only_compiled
 
 
 def test_what_is_begun_is_done_by_another_thread_and_taken_once():
@@ -47,3 +53,49 @@ def test_what_is_forgotten_is_not_begun_any_more_and_can_be_begun_anew():
     ahead.begin("later", lambda: 2)
     assert ahead.take("later") == 2
     ahead.forget()
+
+
+def scaled(xs: tuple[jax.Array, Any], by: Any, *, twice: bool) -> jax.Array:
+    x, more = xs
+    return (x + more) * by * 3.25 ** (1 + twice)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_program_is_traced_once_a_kind_of_argument_and_by_no_second_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    monkeypatch.setattr(kept_programs, "folder", lambda: tmp_path if is_kept else None)
+    jax.clear_caches()
+    device = jax.devices()[-1]
+    host, there = np.arange(4, dtype=np.float32), jax.device_put(np.ones(4, np.float32), device)
+    calls: list[tuple[Any, ...]] = [
+        ((there, host), 2, False),
+        ((there, there), 2, False),
+        ((there, host), 2.5, True),
+        ((there, host), 2, True),
+        ((jax.device_put(host[:2], device), host[:2]), 2, True),
+        ((jnp.ones(4, jnp.float32), host), 2, True),  # where it is does not matter
+    ]
+    files = list[set[Path]]()
+    for again in range(2):
+        program = ProgramAhead(scaled, static=["twice"])
+        if again and is_kept:
+            monkeypatch.setattr(program, "_jitted", None)
+        with only_compiled(device) as like:
+            shape = program((like((4,), np.float32), host), 2, twice=False)
+            assert (shape.shape, shape.dtype) == ((4,), np.float32)
+            assert shape.sharding.device_set == {device} and program.n_programs == 1
+        for _ in range(2):
+            for xs, by, twice in calls:
+                found = program(xs, by, twice=twice)
+                assert found.device == (device if xs[0].committed else jax.devices()[0])
+                expected = (np.asarray(xs[0]) + xs[1]) * by * 3.25 ** (1 + twice)
+                np.testing.assert_allclose(found, expected, rtol=1e-6)
+            assert program.n_programs == len(calls), "that of the first call was there"
+        files.append({path for path in tmp_path.rglob("*") if path.is_file()})
+    assert files[0] == files[1] and bool(files[0]) == is_kept
+
+
+def test_a_function_without_a_name_of_its_own_has_no_kept_program() -> None:
+    with pytest.raises(ValueError, match="a name of its own"):
+        ProgramAhead(lambda x: x)

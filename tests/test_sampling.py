@@ -217,7 +217,7 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
     for position in range(5):
         batch = SamplingBatch.build([Row(SamplingParams(temperature=0.0), position, position)], 1)
         sampler(jnp.zeros((1, V)), batch)
-    assert sampler.n_compiled == 1
+    assert sampler.n_programs == 1
 
 
 @pytest.mark.parametrize(

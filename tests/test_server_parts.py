@@ -305,6 +305,7 @@ def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog, monk
     """Each once, and what is run finds what was compiled for its sizes. Steps that are run slice by slice
     compile slices."""
     monkeypatch.setattr(kept_programs, "folder", lambda: None)  # nothing is there of earlier processes
+    jax.clear_caches()  # nor of earlier tests
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(
         InMemoryModel(config, random_params(config, seed=1)), split=split, mixed_steps=mixed, max_num_seqs=2,
@@ -326,7 +327,7 @@ def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog, monk
     n_reports = len({s.n_tokens for s in todo if s.of_all}) * len(
         LOGPROBS_WIDTHS
     )  # of prompts' tokens, once run
-    assert len(drawing) >= llm.engine.sampler.n_compiled > 10 * len(llm.buckets.batch)
+    assert len(drawing) >= llm.engine.sampler.n_programs > 10 * len(llm.buckets.batch)
     assert len([r for r in drawing if not r.threadName.startswith("compile")]) == n_reports
     assert all(r.threadName.startswith("compile") for r in steps)
     llm.engine.check_integrity()

@@ -45,7 +45,7 @@ class Drawing:
         self.vocab_size = vocab_size
         self._most_candidates = max_rows * max(2, 1 + n_end_tokens)  # as `BeamSearch.n_candidates`
         self._newest = NewestTokens(max_rows, sizes.buckets.batch[-1])
-        self._rows_of = ProgramAhead(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
+        self._rows_of = ProgramAhead(_rows_of)
 
     def begin(self) -> None:
         self._newest.begin()
@@ -152,6 +152,10 @@ class Drawing:
         for n in _sizes(LEAST_COUNTED, n_rows * min(max_tokens, self.vocab_size)):
             found.append(Adjusted(presence_penalty=1.0, counted=Counted(range(n))))
         return found
+
+
+def _rows_of(logits: jax.Array, rows: jax.Array) -> jax.Array:
+    return logits.reshape(-1, logits.shape[-1])[rows]
 
 
 def _batch_of(requests: Sequence[Request], size: int, newest: Any) -> SamplingBatch:

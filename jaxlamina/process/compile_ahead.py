@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jaxlamina.process import garbage
+from jaxlamina.process import garbage, kept_programs
 from jaxlamina.process.turns import short_turns
 
 T = TypeVar("T")
@@ -124,17 +125,63 @@ _OPTIONS = {"xla_gpu_autotune_level": 0}
 
 
 class ProgramAhead:
-    """A function to be jitted, which may be compiled while steps run. ``options``: of `jax.jit`."""
+    """A function to be jitted, of arrays that are on one device or the host, which may be compiled while
+    steps run. Its programs are kept on disk by name (`kept_programs`), so that a second process traces none:
+    to trace, lower and look one up takes four times as long as to read it (docs/findings.md).
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self._jitted = jax.jit(function, compiler_options=_OPTIONS, **options)
+    ``static``: names of arguments that are not arrays, and are given by name."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        sharding: Sharding | None = getattr(_here, "sharding", None)
-        if sharding is None:
-            return self._jitted(*args, **options)
-        lowered = self._jitted.lower(*args, **options)
-        lowered.compile()
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), lowered.out_info
-        )
+    def __init__(self, function: Callable[..., Any], *, static: Sequence[str] = ()) -> None:
+        self._jitted = jax.jit(function, compiler_options=_OPTIONS, static_argnames=tuple(static))
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        if "<" in function.__qualname__:
+            raise ValueError(f"{self._name} is no function of a module: give one with a name of its own")
+        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+
+    @property
+    def n_programs(self) -> int:
+        return len(self._programs)
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple([_kind_of(x) for x in leaves]), tuple(static.items())
+        program = self._programs.get(key) or self._made(key, args, static)
+        if getattr(_here, "sharding", None) is None:
+            return program(*args)
+        return jax.tree.map(_like, program.out_info)
+
+    def _made(self, key: Any, args: Sequence[Any], static: Mapping[str, Any]) -> jax.stages.Compiled:
+        tree, kinds, options = key
+        device = _device_of(jax.tree.leaves(args))
+        what = self._name, str(tree), [str(kind[:3]) for kind in kinds], options, _OPTIONS, device.id
+        self._programs[key] = made = kept_programs.later(
+            kept_programs.name_of(device, *what),
+            lambda: self._jitted.lower(*args, **static),
+            [device],
+            _OPTIONS,
+            lambda: None,
+        )()
+        return made
+
+
+def _like(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_here.sharding)
+
+
+def _kind_of(x: Any) -> tuple[Hashable, ...]:
+    """All of an argument that its program depends on."""
+    if type(x) is np.ndarray:
+        return x.shape, x.dtype
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype, x.weak_type, x.sharding if x.committed else None
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.shape, x.dtype, x.weak_type, x.sharding
+    return (str(type(x)),)
+
+
+def _device_of(leaves: Sequence[Any]) -> jax.Device:
+    """Where a program of such arguments runs: JAX leaves those where they are that have been put there."""
+    there = [x for x in leaves if isinstance(x, (jax.Array, jax.ShapeDtypeStruct))]
+    there = [x for x in there if isinstance(x, jax.ShapeDtypeStruct) or x.committed] or there
+    (device,) = there[0].sharding.device_set
+    return device

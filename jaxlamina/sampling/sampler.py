@@ -8,9 +8,7 @@ what else is in the batch, and a step can be run again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -113,19 +111,22 @@ def _logprobs_width(asked: Sequence[int | None]) -> int | None:
 
 
 class Sampler:
-    """Chooses tokens for a batch; counts the programs it had compiled for it.
+    """Chooses tokens for a batch; counts its programs.
 
     What is done to logits, the choice, and what is reported of it are programs of their own: as many as there
     are kinds of each, and not as many as there are mixes.
     """
 
     def __init__(self) -> None:
-        self.n_compiled = 0
-        self._counting = threading.Lock()
-        self._adjust = {stage: self._jit(stage) for stage in adjustments.STAGES}
-        self._choose = self._jit(choose, "filters")
-        self._report = self._jit(report, "n_top")
-        self._top = self._jit(likeliest, "n")
+        self._adjust = {stage: ProgramAhead(stage) for stage in adjustments.STAGES}
+        self._choose = ProgramAhead(choose, static=["filters"])
+        self._report = ProgramAhead(report, static=["n_top"])
+        self._top = ProgramAhead(likeliest, static=["n"])
+
+    @property
+    def n_programs(self) -> int:
+        every = *self._adjust.values(), self._choose, self._report, self._top
+        return sum(each.n_programs for each in every)
 
     def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
         """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
@@ -145,15 +146,6 @@ class Sampler:
         """``logits`` [B, V] float32 → the ``n`` or some more likeliest tokens of each row [B, n'] int32,
         likeliest first, and their log-probabilities [B, n'] float32."""
         return self._top(logits, n=min(logits.shape[1], power_of_4(n)))
-
-    def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        @wraps(function)
-        def counted(*args: Any, **options: Any) -> Any:
-            with self._counting:
-                self.n_compiled += 1  # Python runs once a program
-            return function(*args, **options)
-
-        return ProgramAhead(counted, static_argnames=static)
 
 
 def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> tuple[jax.Array, jax.Array]:
