@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -135,20 +136,14 @@ def _native(
     positions = jnp.minimum(jnp.arange(t, dtype=jnp.int32), ends[:, None] - 1)
     slots = jnp.arange(b * t, dtype=jnp.int32).reshape(b, t)
 
-    @jax.custom_jvp
-    def run(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-        k, v = (x.reshape(b * t, *x.shape[2:]) for x in (k, v))
-        return cpu.partial_attention(
-            q, k, v, slots, ends, positions, scale=scale, window=window, softcap=softcap
+    run = jax.custom_jvp(
+        lambda q, k, v: cpu.partial_attention(
+            q, jax.lax.collapse(k, 0, 2), jax.lax.collapse(v, 0, 2), slots, ends, positions,
+            scale=scale, window=window, softcap=softcap,
         )
-
-    def in_blocks(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-        return _in_blocks(q, k, v, lengths, scale, window, softcap)
-
-    @run.defjvp
-    def _(given: tuple[Array, ...], tangents: tuple[Array, ...]) -> Any:
-        return jax.jvp(in_blocks, given, tangents)
-
+    )  # fmt: skip
+    in_blocks = partial(_in_blocks, lengths=lengths, scale=scale, window=window, softcap=softcap)
+    run.defjvp(lambda given, tangents: jax.jvp(in_blocks, given, tangents))
     out, lse = run(q, k, v)
     return out, lse
 

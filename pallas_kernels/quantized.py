@@ -165,16 +165,17 @@ def _less(rows: Float[Array, "*n K H"], zeros: Float32[Array, "K H"] | None) -> 
 
 def store(pool: Pool, rows: Float[Array, "M K H"], slots: Int32[Array, " M"]) -> Pool:
     """The pool with rows at slots, in the pool's own form; a slot outside 0 .. S-1 is dropped."""
-
-    def write(array: Array, new: Array) -> Array:
-        return array.at[slots].set(new.astype(array.dtype), mode="drop", wrap_negative_indices=False)
-
     if isinstance(pool, QuantizedPool):
         values, scales = quantise(rows)
-        return QuantizedPool(write(pool.values, values), write(pool.scales, scales))
+        return QuantizedPool(_written(pool.values, values, slots), _written(pool.scales, scales, slots))
     if isinstance(pool, ChannelQuantizedPool):
-        return pool._replace(values=write(pool.values, quantise_channels(rows, pool.scales, pool.zeros)))
-    return write(pool, rows)
+        values = quantise_channels(rows, pool.scales, pool.zeros)
+        return pool._replace(values=_written(pool.values, values, slots))
+    return _written(pool, rows, slots)
+
+
+def _written(array: Array, new: Array, slots: Int32[Array, " M"]) -> Array:
+    return array.at[slots].set(new.astype(array.dtype), mode="drop", wrap_negative_indices=False)
 
 
 def dequantise(pool: Pool) -> Float[Array, "S K H"]:

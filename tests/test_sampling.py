@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
@@ -22,6 +22,7 @@ V = 50
 BEAMS = {"use_beam_search": True, "temperature": 0.0}
 SAMPLER = Sampler()
 FILTER = jax.jit(filter_logits)
+BY_WEIGHT = jax.jit(sampler._by_weight)
 
 
 def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
@@ -65,19 +66,35 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("vocab_size", [V, 3 * V, 128])  # less than the lanes that tokens lie in, and more
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"t{p.temperature}k{p.top_k}p{p.top_p}m{p.min_p}")
-def test_draws_follow_the_reference_distribution(params: SamplingParams):
+def test_draws_follow_the_reference_distribution(params: SamplingParams, vocab_size: int):
     n = 20_000
-    row = np.random.default_rng(7).normal(0, 2, V).astype(np.float32)
+    row = np.random.default_rng(7).normal(0, 2, vocab_size).astype(np.float32)
     batch = SamplingBatch.build([Row(params, 5, 0)], 1)
     repeated = Knobs(*(np.repeat(column, n, axis=0) for column in batch.knobs))
     batch = batch._replace(knobs=repeated._replace(positions=np.arange(n, dtype=np.int32)))
-    tokens = np.asarray(SAMPLER(jnp.broadcast_to(row, (n, V)), batch).tokens)
+    tokens = np.asarray(SAMPLER(jnp.broadcast_to(row, (n, vocab_size)), batch).tokens)
     expected = reference_probabilities(row, params)
-    counts = np.bincount(tokens, minlength=V)
+    counts = np.bincount(tokens, minlength=vocab_size)
     assert counts[expected == 0].sum() == 0
     spread = np.sqrt(n * expected * (1 - expected))
     assert np.all(np.abs(counts - n * expected) <= 5 * spread + 5)  # 5: rare tokens are Poisson
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-45, 1e-30, 1e-8, 0.3, 1.0]), min_size=1, max_size=200).filter(any),
+    st.tuples(*[st.sampled_from([0.0, 2**-23, 0.5, 1 - 2**-23])] * 2),
+)
+def test_no_token_without_weight_is_drawn_whatever_is_rounded(
+    weights: list[float], shares: tuple[float, float]
+):
+    padded = np.zeros((1, 200), np.float32)
+    padded[0, : len(weights)] = weights
+    assume(padded.sum() > 1e-30)  # the likeliest weighs 1, and XLA has no smaller numbers
+    (token,) = np.asarray(BY_WEIGHT(padded, np.float32([shares])))
+    assert padded[0, token] > 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -277,6 +277,10 @@ class OneWindow:
         self._due: float | None = None
         self._state = "before"
 
+    @property
+    def has_begun(self) -> bool:
+        return self._state != "before"
+
     def before_step(self) -> None:
         if self._state == "over":
             return
