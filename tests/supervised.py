@@ -174,8 +174,8 @@ def continuation(event):
     return 1000 if found is None else int(found[1])
 
 
-def answers(port):
-    asked = {name: Asked(port, *request) for name, request in REQUESTS.items()}
+def answers(port, requests=REQUESTS):
+    asked = {name: Asked(port, *request) for name, request in requests.items()}
     for one in asked.values():
         one.join(DEADLINE_S)
     return asked
