@@ -32,6 +32,7 @@ from pallas_kernels.quantized import (
 )
 
 _ATTENTION, _PRODUCTS, _ROTATION = "jaxlamina_attention", "jaxlamina_products", "jaxlamina_rotation"
+_ZEROS = "jaxlamina_zeros"
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 
 
@@ -58,7 +59,7 @@ def loaded() -> NativeLibrary:
             return NativeLibrary(
                 None, "the library is built for a newer JAX: python -m pallas_kernels.native.build"
             )
-        for target in (_ATTENTION, _PRODUCTS, _ROTATION):
+        for target in (_ATTENTION, _PRODUCTS, _ROTATION, _ZEROS):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
         return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
@@ -134,6 +135,12 @@ def partial_attention(
     if isinstance(v_pool, ChannelQuantizedPool):
         out = out * jnp.repeat(v_pool.scales, n // k_values.shape[1], axis=0)
     return (out, lse, mass) if return_mass else (out, lse)
+
+
+def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+    """In the memory's large pages from the start; where the library is (`serves`), of one device."""
+    found: Array = jax.ffi.ffi_call(_ZEROS, jax.ShapeDtypeStruct(shape, dtype))()
+    return found
 
 
 def supports_products(

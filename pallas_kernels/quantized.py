@@ -7,7 +7,8 @@ Two int8 forms. `QuantizedPool` keeps a scale for each slot and KV head, taken f
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias, overload
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,9 @@ def make_pool(
     *,
     channel_scales: Float[Array, "K H"] | None = None,
     channel_zeros: Float[Array, "K H"] | None = None,
+    zeros_of: Callable[[tuple[int, ...], Any], Array] = jnp.zeros,
 ) -> Pool:
-    """An empty pool `[S, K, H]` for the keys, or the values, of one layer.
+    """An empty pool `[S, K, H]` for the keys, or the values, of one layer, its arrays by ``zeros_of``.
 
     dtype int8 makes a `QuantizedPool`, or with channel_scales `[K, H]` (float32, > 0) a
     `ChannelQuantizedPool`, with channel_zeros `[K, H]` too if they are given. Raises ValueError for scales or
@@ -60,10 +62,10 @@ def make_pool(
     """
     shape = (n_slots, n_kv_heads, head_dim)
     if channel_scales is None:
-        empty = jnp.zeros(shape, dtype)
+        empty = zeros_of(shape, dtype)
         if jnp.dtype(dtype) != jnp.int8:
             return empty
-        return QuantizedPool(empty, jnp.zeros(shape[:2], jnp.bfloat16))
+        return QuantizedPool(empty, zeros_of(shape[:2], jnp.bfloat16))
     if jnp.dtype(dtype) != jnp.int8:
         raise ValueError(f"channel_scales belong to int8 pools: {dtype=} must be int8, or leave them out")
     scales = jnp.array(channel_scales, jnp.float32)
@@ -71,7 +73,7 @@ def make_pool(
     for name, x in (("channel_scales", scales), ("channel_zeros", zeros)):
         if x is not None and x.shape != shape[1:]:
             raise ValueError(f"{x.shape=} of {name} must be [KV heads, head dim] = {shape[1:]}")
-    return ChannelQuantizedPool(jnp.zeros(shape, jnp.int8), scales, zeros)
+    return ChannelQuantizedPool(zeros_of(shape, jnp.int8), scales, zeros)
 
 
 @overload

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import pallas_kernels as pk
-from pallas_kernels import reference
-from pallas_kernels.quantized import dequantise, quantise, quantise_channels
+from pallas_kernels import cpu, reference
+from pallas_kernels.quantized import dequantise, quantise, quantise_channels, store, values_of
 
 ROWS = hnp.arrays(
     np.float32,
@@ -77,6 +77,28 @@ def test_an_overflow_reads_back_as_one(bad: float) -> None:
     assert not np.isfinite(read[1, 1]).any()
     np.testing.assert_allclose(read[1, 0], 1, rtol=1e-2)
     assert not read[[0, 2]].any()
+
+
+@pytest.mark.skipif(cpu.loaded().library is None, reason=cpu.loaded().reason or "")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("n_slots", [0, 5, 3000, 200_000])  # below and above what is in large pages
+def test_a_pool_in_large_pages_is_empty_and_is_written_in_place(dtype: Any, n_slots: int) -> None:
+    like = partial(pk.make_pool, n_slots, 2, 16, dtype)
+    make = jax.jit(partial(like, zeros_of=cpu.zeros))
+    for _ in range(2):  # the second one may be where the first was
+        pool = make()
+        expected = like()
+        for found, zeros in zip(jax.tree.leaves(pool), jax.tree.leaves(expected), strict=True):
+            assert (found.shape, found.dtype) == (zeros.shape, zeros.dtype) and not np.asarray(found).any()
+        if n_slots:
+            rows, at = jnp.ones((1, 2, 16), jnp.float32), values_of(pool).unsafe_buffer_pointer()
+            (pool,) = jax.jit(
+                lambda pool, rows: (store(pool, rows, jnp.asarray([n_slots - 1])),), donate_argnums=0
+            )(pool, rows)
+            assert values_of(pool).unsafe_buffer_pointer() == at
+            np.testing.assert_allclose(dequantise(pool)[-1], rows[0], rtol=1e-2)
+            pool = jax.jit(lambda pool: jax.tree.map(jnp.ones_like, pool), donate_argnums=0)(pool)
+        del pool
 
 
 def test_channel_scales_use_the_whole_range_of_each_channel() -> None:

@@ -44,23 +44,40 @@ static const Kernel* best() {
 static std::atomic<const Kernel*> active{best()};
 const Kernel* active_kernel() { return active.load(); }
 
-// With small pages nearly every row of a pool has its address looked up in memory first.
-void want_large_pages(const void* pool, int64_t n_bytes) {
 #if defined(__linux__)
+static int advise(const void* array, int64_t n_bytes, int advice) {
   constexpr int64_t kLarge = 2 << 20;
+  const int64_t begin = reinterpret_cast<int64_t>(array) / kLarge * kLarge;
+  const int64_t end = up(reinterpret_cast<int64_t>(array) + n_bytes, kLarge) * kLarge;
+  return madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+#endif
+
+// With small pages nearly every row of a pool has its address looked up in memory first. What has been written to is
+// copied into large ones, which takes longer than to write it.
+void want_large_pages(const void* array, int64_t n_bytes) {
+#if defined(__linux__)
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
   static std::mutex mutex;
   static std::map<const void*, int64_t> asked;
-  if (n_bytes < kLarge / 4) return;
+  if (n_bytes < 1 << 19) return;
   std::lock_guard<std::mutex> lock(mutex);
-  int64_t& known = asked[pool];
+  int64_t& known = asked[array];
   if (known == n_bytes) return;
   known = n_bytes;
-  const int64_t begin = reinterpret_cast<int64_t>(pool) / kLarge * kLarge;
-  const int64_t end = up(reinterpret_cast<int64_t>(pool) + n_bytes, kLarge) * kLarge;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
+  advise(array, n_bytes, MADV_HUGEPAGE);
+  advise(array, n_bytes, kCollapse);
 #endif
+}
+
+// Zeros in large pages from the start, where the memory is fresh: that of all but small arrays is.
+static ffi::Error zeros(ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t n_bytes = out->size_bytes();
+#if defined(__linux__)
+  if (n_bytes >= 1 << 19) advise(out->untyped_data(), n_bytes, MADV_HUGEPAGE);
+#endif
+  std::memset(out->untyped_data(), 0, n_bytes);
+  return ffi::Error::Success();
 }
 
 namespace {
@@ -230,6 +247,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlamina_attention, jaxlamina::attention,
                                   .Attr<float>("softcap"));
 
 // The version of XLA's FFI that this is built for.
+extern "C" EXPORTED XLA_FFI_Error* jaxlamina_zeros(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlamina_zeros, jaxlamina::zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+
 extern "C" EXPORTED int jaxlamina_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
 // The instruction set in use; with a name, that one from now on, or null where this processor does not have it.
