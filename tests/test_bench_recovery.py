@@ -39,6 +39,7 @@ def test_what_is_not_there_cannot_be_struck() -> None:
         find("model", os.getpid(), workers)
 
 
+@pytest.mark.slow
 def test_faults_before_one_that_fails_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server; the second fault is one that its streams are too short for."""
     strike = recovery_bench._Bench.strike
