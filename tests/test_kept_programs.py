@@ -59,6 +59,39 @@ def kept(what: str, factor: float = 2.0) -> str:
     return name(what)
 
 
+def test_a_program_that_may_have_been_read_from_jaxs_cache_is_not_kept_on_a_cpu(folder: Path) -> None:
+    """XLA writes it without its code, and who reads that fails when it is run."""
+    assert jax.config.values["jax_compilation_cache_dir"], "conftest sets one"
+    function, like = jax.jit(lambda x: jnp.sin(x) * 718281.5), jax.ShapeDtypeStruct((4,), jnp.float32)
+    device, can_be_kept = jax.devices()[0], list[bool]()
+    function.lower(like).compile()  # and written there
+    jax.clear_caches()
+    for _ in range(2):  # read there, then what this process has already
+        can_be_kept.append(kept_programs.compiled(function.lower(like), device, None)[1])
+    assert can_be_kept == [device.platform != "cpu"] * 2
+    kept("one that is new")  # asserts that it can be
+
+
+def test_a_folder_that_may_be_read_alone_is_of_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = folder / kept("a")
+    assert there.stat().st_mode & 0o777 == 0o666 & ~kept_programs._umask()
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "utime", refused)
+    found = kept_programs.load(name("a"), jax.devices()[:1])
+    assert found is not None and found[1] == ("a note", 2.0)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    monkeypatch.setattr(Path, "exists", refused)
+    assert kept_programs.load(name("a"), jax.devices()[:1]) is None
+    lower = jax.jit(lambda x: x + 17.25).lower
+    program = kept_programs.later(
+        name("a"), lambda: lower(jnp.ones(2)), jax.devices()[:1], None, lambda: None
+    )
+    assert program()(jnp.ones(2)).tolist() == [18.25] * 2
+
+
 @dataclass(frozen=True)
 class Layout:
     workers: tuple[int, ...]

@@ -197,6 +197,15 @@ def test_a_temperature_near_0_takes_the_likeliest_token(temperature: float, filt
     assert params[0].greedy == (temperature < 1e-6)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 2, "min_p": 0.1}], ids=str)
+def test_of_logits_that_are_infinite_the_largest_is_drawn(filters: dict):
+    rows = np.zeros((3, V), np.float32)
+    rows[0, 7], rows[1, 9] = np.inf, 3e38
+    rows[2], rows[2, 5] = -np.inf, 1
+    params = [SamplingParams(temperature=t, **filters) for t in (1.0, 0.01, 2.0)]
+    assert np.asarray(sample(rows, params).tokens).tolist() == [7, 9, 5]
+
+
 def test_a_mixed_batch_keeps_greedy_rows_greedy():
     rows = np.random.default_rng(2).normal(0, 1, (2, V))
     got = sample(rows, [SamplingParams(temperature=0.0), SamplingParams(temperature=5.0, top_k=4)])

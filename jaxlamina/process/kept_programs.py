@@ -72,8 +72,8 @@ _here = threading.local()
 @cache
 def _listen() -> None:
     def heard(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            _here.was_known = True
+        if event.startswith("/jax/compilation_cache/"):
+            _here.heard = {*getattr(_here, "heard", ()), event.rpartition("/")[2]}
 
     jax.monitoring.register_event_listener(heard)
 
@@ -82,13 +82,15 @@ def compiled(
     lowered: jax.stages.Lowered, device: jax.Device, options: Any
 ) -> tuple[jax.stages.Compiled, bool]:
     """The program, and whether `save` can keep it: XLA for CPUs cannot write one that it has read from JAX's
-    cache, nor says so. It is not written there, too: to write a program holds Python up for as long as a step
-    takes, and longer."""
+    cache, nor says so; the program fails when it is run. JAX says when it looks there and whether it finds
+    it, and nothing of one that this process has already, which may have been read there. It is not written
+    there, too: to write a program holds Python up for as long as a step takes, and longer."""
     _listen()
-    _here.was_known = False
+    _here.heard = set()
     with compat.not_written_to_cache():
         found = lowered.compile(compiler_options=options)
-    return found, not (_here.was_known and device.platform == "cpu")
+    is_new = "compile_requests_use_cache" in _here.heard and "cache_hits" not in _here.heard
+    return found, is_new or device.platform != "cpu"
 
 
 def later(
@@ -100,7 +102,8 @@ def later(
 ) -> Callable[[], jax.stages.Compiled]:
     """What gives a program for ``devices``, in any thread: the one that is kept under ``name``, after
     ``on_found``; or else one that is lowered now, compiled then, and kept if it has a name."""
-    lowered = None if name is not None and _path(name).exists() else lower()
+    # Not by `Path.exists`, which raises for a folder that may not be entered.
+    lowered = None if name is not None and os.path.exists(_path(name)) else lower()
 
     def program() -> jax.stages.Compiled:
         if lowered is None and name is not None and (found := load(name, devices)):
@@ -130,12 +133,18 @@ def number(name: str | None, find: Callable[[], int]) -> int:
     path = _path(name)
     with suppress(OSError, ValueError):
         kept = int(path.read_text())
-        os.utime(path)
+        _is_of_use(path)
         return kept
     found = find()
     with suppress(OSError):
         _write(path, str(found).encode())
     return found
+
+
+def _is_of_use(path: Path) -> None:
+    """For `_forget_unused`; whoever may read it, and no more, finds it all the same."""
+    with suppress(OSError):
+        os.utime(path)
 
 
 def _write(path: Path, what: bytes) -> None:
@@ -147,6 +156,7 @@ def _write(path: Path, what: bytes) -> None:
     try:
         with os.fdopen(file, "wb") as opened:
             opened.write(what)
+            os.fchmod(file, 0o666 & ~_umask())  # as JAX's own: others may read it
         os.replace(new, path)
     except BaseException:
         os.unlink(new)
@@ -160,9 +170,9 @@ def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled,
     path = _path(name)
     try:
         found = path.read_bytes()
-        os.utime(path)  # it is of use
     except OSError:
         return None
+    _is_of_use(path)
     try:
         if "mosaic_gpu" in candidates(devices[0]):
             compat.find_gpu_runtime()
@@ -208,6 +218,15 @@ def _forget_unused(folder: Path) -> None:
             return
         path.unlink(missing_ok=True)
         n_bytes -= size
+
+
+@cache
+def _umask() -> int:
+    """Of this process; to ask it otherwise sets it for all threads meanwhile."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077
 
 
 @cache

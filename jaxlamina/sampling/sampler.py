@@ -193,8 +193,14 @@ def _drawn_at_once(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Arr
     scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
     if filters:
         scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    return _by_weight(weights, jax.vmap(_two_shares)(knobs.seeds, knobs.positions))
+    return _by_weight(_weights_of(scaled), jax.vmap(_two_shares)(knobs.seeds, knobs.positions))
+
+
+def _weights_of(logits: jax.Array) -> jax.Array:
+    """Of ``logits`` [B, V] float32 what is in proportion to their tokens' probabilities; of the likeliest 1,
+    infinite or not."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where(logits == top, 1.0, jnp.exp(logits - top))
 
 
 def _two_shares(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -251,7 +257,7 @@ def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: 
 
     A row that filters nothing (top_k ≥ V, top_p 1, min_p 0) comes back as it is, bit for bit.
     """
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # [B, V], the likeliest is 1
+    weights = _weights_of(logits)
     weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
     k = top_k[:, None]
     kth = _largest_threshold(
