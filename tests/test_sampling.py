@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
+from jaxlamina.process import kept_programs
 from jaxlamina.sampling import sampler
 from jaxlamina.sampling.adjustments import Adjusted
 from jaxlamina.sampling.params import SamplingParams, seed_of
@@ -145,9 +146,16 @@ def test_many_rows_are_drawn_block_by_block(n_rows, monkeypatch):
     rows = np.random.default_rng(0).normal(0, 2, (n_rows, V))
     params = [SamplingParams(seed=i, temperature=i % 3, top_p=(1, 0.7)[i % 2]) for i in range(n_rows)]
     at_once = sample(rows, params).tokens
-    monkeypatch.setattr(sampler, "_MOST_DRAWN", 4 * V)  # rows; the program is traced anew
+    monkeypatch.setattr(sampler, "_MOST_DRAWN", 4 * V)  # rows
+    monkeypatch.setattr(kept_programs, "folder", lambda: None)
+    jax.clear_caches()  # so that it is traced anew
+    sizes, at_once_of = list[int](), sampler._drawn_at_once
+    monkeypatch.setattr(
+        sampler, "_drawn_at_once", lambda x, *a, **o: sizes.append(len(x)) or at_once_of(x, *a, **o)
+    )
     batch = SamplingBatch.build([Row(p, i, 0) for i, p in enumerate(params)], n_rows)
     by_block = Sampler()(jnp.asarray(rows, jnp.float32), batch).tokens
+    assert set(sizes) == {4}
     assert by_block.tolist() == at_once.tolist() and len(set(at_once.tolist())) > 3
 
 
