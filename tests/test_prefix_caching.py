@@ -80,11 +80,11 @@ def test_prompts_of_one_call_share_the_prefix_that_the_first_computes(llm: LLM):
 
 def test_eight_samples_compute_the_prompt_once_and_are_themselves(llm: LLM):
     llm.reset_prefix_cache()
-    params = SamplingParams(temperature=0.9, seed=5, n=8, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0.9, seed=5, n=8, max_tokens=16, ignore_eos=True)
     [out], n_computed = computed(llm, lambda: llm.generate(SYSTEM, params))
     assert n_computed == len(out.prompt_token_ids) and len({c.token_ids for c in out.outputs}) == 8
     llm.reset_prefix_cache()
-    alone = SamplingParams(temperature=0.9, seed=5, max_tokens=6, ignore_eos=True)
+    alone = SamplingParams(temperature=0.9, seed=5, max_tokens=16, ignore_eos=True)
     assert llm.generate(SYSTEM, alone)[0].token_ids == out.outputs[0].token_ids
 
 
