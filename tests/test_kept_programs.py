@@ -206,6 +206,7 @@ def test_a_second_process_of_one_device_traces_no_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Whole steps: what is compiled ahead is kept, and taken by an executor that cannot trace any."""
+    jax.clear_caches()  # what an earlier test compiled is not kept again
     params = [
         SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=n) for n in (None, 1)
     ]
