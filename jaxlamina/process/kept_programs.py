@@ -14,8 +14,8 @@ import logging
 import os
 import pickle
 import platform
+import secrets
 import shutil
-import tempfile
 import threading
 import time
 import zlib
@@ -152,14 +152,13 @@ def _write(path: Path, what: bytes) -> None:
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         _forget_old(path.parent.parent)
-    file, new = tempfile.mkstemp(prefix=_NEW, dir=path.parent)
+    new = path.parent / f"{_NEW}{secrets.token_hex(8)}"
     try:
-        with os.fdopen(file, "wb") as opened:
+        with new.open("xb") as opened:  # as JAX's own, others may read it
             opened.write(what)
-            os.fchmod(file, 0o666 & ~_umask())  # as JAX's own: others may read it
-        os.replace(new, path)
+        new.replace(path)
     except BaseException:
-        os.unlink(new)
+        new.unlink(missing_ok=True)
         raise
     _forget_unused(path.parent)
 
@@ -218,15 +217,6 @@ def _forget_unused(folder: Path) -> None:
             return
         path.unlink(missing_ok=True)
         n_bytes -= size
-
-
-@cache
-def _umask() -> int:
-    """Of this process; to ask it otherwise sets it for all threads meanwhile."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o077
 
 
 @cache

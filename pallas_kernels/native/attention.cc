@@ -45,6 +45,8 @@ static std::atomic<const Kernel*> active{best()};
 const Kernel* active_kernel() { return active.load(); }
 
 #if defined(__linux__)
+constexpr int64_t kSmall = 1 << 19;  // bytes: less is not worth a large page
+
 static int advise(const void* array, int64_t n_bytes, int advice) {
   constexpr int64_t kLarge = 2 << 20;
   const int64_t begin = reinterpret_cast<int64_t>(array) / kLarge * kLarge;
@@ -60,7 +62,7 @@ void want_large_pages(const void* array, int64_t n_bytes) {
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
   static std::mutex mutex;
   static std::map<const void*, int64_t> asked;
-  if (n_bytes < 1 << 19) return;
+  if (n_bytes < kSmall) return;
   std::lock_guard<std::mutex> lock(mutex);
   int64_t& known = asked[array];
   if (known == n_bytes) return;
@@ -74,7 +76,7 @@ void want_large_pages(const void* array, int64_t n_bytes) {
 static ffi::Error zeros(ffi::Result<ffi::AnyBuffer> out) {
   const int64_t n_bytes = out->size_bytes();
 #if defined(__linux__)
-  if (n_bytes >= 1 << 19) advise(out->untyped_data(), n_bytes, MADV_HUGEPAGE);
+  if (n_bytes >= kSmall) advise(out->untyped_data(), n_bytes, MADV_HUGEPAGE);
 #endif
   std::memset(out->untyped_data(), 0, n_bytes);
   return ffi::Error::Success();
