@@ -76,7 +76,7 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str =
         describe=cluster.describe,
         end_s=options.end_s,
         folder=folder,
-        leaves_the_dead=SECRET in os.environ,  # a supervisor's
+        is_supervised=SECRET in os.environ,
     )
     if options.starter:
         child = mpi_child(_starter(options.starter, environment), options, environment, folder)

@@ -28,6 +28,7 @@ from jaxlamina.process.parents import end_with_parent
 LAUNCHED = "JAXLAMINA_LAUNCHED"
 # The file in it where rank 0 leaves its process number: mpirun would not pass a signal on to it alone.
 FIRST_PID = "first"
+_SUPERVISED_GRACE_S = 0.5
 
 _ERROR_LINE = re.compile(r"error: rank (\d+)\b")
 _BLAMES = re.compile(r"error: rank \d+(?: \([^)]*\))?: rank (\d+)\b")
@@ -129,8 +130,10 @@ class Job:
     - ``end_s``, ``folder``: rank 0 brings its work to an end by itself when it is told to stop, in so many
       seconds; the folder is that of `LAUNCHED`. None: a signal ends all at once.
     - ``begin_s``: rank 0 must have begun, on this host, after so many seconds.
-    - ``leaves_the_dead``: what has ended need not be gone at the end, as what started this process sees to
-      it. A GPU's memory takes the kernel a second.
+    - ``is_supervised``: clients wait for the job to be started again. Once a rank has failed, the others have
+      half a second, and are killed then: one that stands still hears nothing. (mpirun ends them in an order
+      of its own, and must not be told to meanwhile.) What has ended need not be gone at the end, as the
+      supervisor sees to it. A GPU's memory takes the kernel a second.
     """
 
     def __init__(
@@ -143,16 +146,19 @@ class Job:
         end_s: float | None = None,
         folder: str = "",
         begin_s: float | None = None,
-        leaves_the_dead: bool = False,
+        is_supervised: bool = False,
     ) -> None:
         self._children = children
         self._describe = describe
         self._pipes = dict(pipes or {})
         self._grace_s = grace_s
+        self._by_mpirun = any(child.rank is None for child in children)
+        is_hasty = is_supervised and not self._by_mpirun
+        self._failed_grace_s = min(grace_s, _SUPERVISED_GRACE_S) if is_hasty else grace_s
         self._end_s = end_s
         self._first_pid = Path(folder, FIRST_PID)
         self._begin_s = begin_s
-        self._leaves_the_dead = leaves_the_dead
+        self._is_supervised = is_supervised
         self._begin_by = None if begin_s is None else time.monotonic() + begin_s
         self._running: list[_Running] = []
         self._selector = selectors.DefaultSelector()
@@ -273,7 +279,7 @@ class Job:
                 running.code = code
                 self._ended(running, now)
         if self._reason.reports and self._deadline is None:
-            self._deadline = now + self._grace_s  # a rank that has written its line is about to end
+            self._deadline = now + self._failed_grace_s  # a rank that has written its line is about to end
         if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
             self._ask_to_end(now + self._end_s)
         if self._begin_by is not None and now > self._begin_by:
@@ -307,7 +313,7 @@ class Job:
         code = running.code
         assert code is not None
         if code or running.is_first:
-            soon = now + self._grace_s
+            soon = now + (self._failed_grace_s if code else self._grace_s)
             self._deadline = soon if self._deadline is None else min(soon, self._deadline)
         if code and not running.told:
             self._failed(code)
@@ -343,7 +349,7 @@ class Job:
                     self._say_late(running.child.rank)
         self._code = self._code or FAILED
         # mpirun ends its ranks itself: it waits a little, too, before it kills them.
-        self._kill_at = now + (5 if any(child.rank is None for child in self._children) else 2)
+        self._kill_at = now + (5 if self._by_mpirun else 0 if self._is_supervised else 2)
 
     def _say_late(self, rank: int | None) -> None:
         assert rank is not None, "mpirun is over, so nothing is late"
@@ -354,7 +360,7 @@ class Job:
         for running in self._running:
             if running.exit_code() is None:
                 running.process.kill()
-        if not self._leaves_the_dead:
+        if not self._is_supervised:
             for running in self._running:
                 running.process.wait()
 

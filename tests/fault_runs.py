@@ -6,6 +6,7 @@ Every answer is compared, event by event, with one that nothing disturbed.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import re
 import resource
@@ -13,10 +14,12 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 from fault_scenarios import Event, Scenario
 from launch_hosts import Hosts
@@ -96,6 +99,7 @@ class Run:
         self._folders: set[Path] = set()  # of sockets and pipes, that processes had when a fault came
         self._struck: set[int] = set()  # all of a job that was struck: it may take a moment to end
         self._n_logged = 0  # lines of the log when prompts were asked for
+        self._looks = Looks(lambda: self.server.port)
 
     @property
     def server(self) -> Supervised:
@@ -114,6 +118,7 @@ class Run:
         n_spares = max((event.after_spares for event in self.scenario.events[:1]), default=0)
         wait_until(lambda: self.has_said("a spare stands by", n_spares))
         self.ask(REQUESTS)
+        self._cleanups.enter_context(self._looks)
         for event in self.scenario.events:
             # Looked for before, as these moments may be short; of two jobs the one that runs is struck.
             early = event.during in ("prompts", "compiling", "scaling") and not event.cut
@@ -254,6 +259,7 @@ class Run:
 
     def check_recoveries(self) -> None:
         server, check = self.server, self.scenario.check
+        assert self._looks.n and not self._looks.broke, f"{self._looks.broke}{self.story()}"
         # Answers may have ended just before a process did, which is seen a moment later.
         try:
             wait_until(lambda: len(restarts(server)) >= check.recoveries, 30)
@@ -309,6 +315,34 @@ class Run:
                 ended = dict(database.execute("SELECT key, ended IS NOT NULL FROM requests"))
             assert all(ended.values())
             assert {one.key for one in self.asked.values() if one.key} <= set(ended)
+
+
+class Looks(threading.Thread):
+    """Asks for the models while it is entered. There may be no answer meanwhile, but none that breaks off, as
+    nothing is done for it."""
+
+    def __init__(self, port: Callable[[], int]) -> None:
+        super().__init__(daemon=True)
+        self._port, self._is_over = port, threading.Event()
+        self.n, self.broke = 0, set[bytes]()
+
+    def run(self) -> None:
+        while not self._is_over.wait(0.1):
+            connection = http.client.HTTPConnection("127.0.0.1", self._port(), timeout=DEADLINE_S)
+            with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+                connection.request("GET", "/v1/models")
+                answer = connection.getresponse()
+                said = answer.read()
+                self.n += answer.status == 200
+                if b"is not known" in said:
+                    self.broke.add(said)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
 
 
 def folders(supervisor: int) -> set[Path]:

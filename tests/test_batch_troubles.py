@@ -370,33 +370,33 @@ def test_a_batch_expires_while_its_lines_stand_still(tiny, tmp_path):
         assert wait(client, batch).status == "completed"
 
 
-# --- two strikes ---
+# --- four strikes ---
 
 
-def test_a_line_that_was_begun_when_the_server_died_twice_is_reported(tiny, tmp_path):
-    """Three lines whose first token takes long are begun together. The second server has them one at a time,
-    so that only one of them was begun at both deaths."""
+def test_a_line_that_was_begun_when_the_server_died_four_times_is_reported(tiny, tmp_path):
+    """Three lines whose first token takes long are begun together. The next servers have them one at a time,
+    so that only one of them was begun at all deaths."""
     folder = tmp_path / "kept"
     slow = {"prompt": "w1 " * 1000, "max_tokens": 2, "temperature": 0}
     lines = [line(name, **slow, seed=i) for i, name in enumerate("abc")]
     options = ("--max-num-batched-tokens", "16", "--no-enable-prefix-caching")
     begun: list[bytes] = []
-    for death in range(2):
+    for death in range(4):
         with start(tiny, folder, *options) as server, client_of(server) as client:
             batch = submit(client, lines) if not death else batch  # noqa: F821 (of the first server)
             starts = folder / "batches" / f"{batch.id}.starts"
-            n_wanted = (3, 4)[death]
+            n_wanted = 3 + death
             server.wait_until(lambda: starts.exists() and starts.read_bytes().count(b"+") >= n_wanted)  # noqa: B023
             server.process.send_signal(signal.SIGKILL)
             assert server.finish() == -signal.SIGKILL
             begun.append(starts.read_bytes())
-    assert begun[0].count(b"+") == 3 and begun[1].count(b"+") == 4 and b"=" not in begun[1]
+    assert [marks.count(b"+") for marks in begun] == [3, 4, 5, 6] and b"=" not in begun[-1]
     with start(tiny, folder, *options) as server, client_of(server) as client:
         batch = wait(client, batch)
         assert batch.status == "completed"
         assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
         [wrong] = results(client, batch.error_file_id).values()
         assert wrong["response"]["status_code"] == 500
-        assert "ended twice" in wrong["response"]["body"]["error"]["message"]
+        assert "ended 4 times" in wrong["response"]["body"]["error"]["message"]
         assert len(results(client, batch.output_file_id)) == 2
         assert not starts.exists()

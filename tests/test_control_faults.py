@@ -231,6 +231,8 @@ def test_rank_0_tells_its_own_fault(group, pair):
     assert faults.only() == (0, "rank 0 (model worker 0): no logits")
     with pytest.raises(ControlError, match="no logits"):
         client.receive(5)
+    with pytest.raises(ControlError, match="no logits"):  # its other threads end of it, too
+        server.receive(1, Bye, 5)
     assert group.faults.empty()
 
 

@@ -31,16 +31,18 @@ children = [
     Child((sys.executable, "-c", script), rank, dict(os.environ), stdout=rank == 0, stdin=rank == 0)
     for rank, script in enumerate(scripts)
 ]
-sys.exit(Job(children, Cluster(dop=(1, len(scripts) - 1)).describe, grace_s=1.5).run())
+describe = Cluster(dop=(1, len(scripts) - 1)).describe
+options = {"grace_s": 60, "is_supervised": True} if "supervised" in sys.argv else {"grace_s": 1.5}
+sys.exit(Job(children, describe, **options).run())
 """
 SLEEP = "import time; time.sleep(60)"
 # What a rank does whose rank 0 is gone: it reports and ends. A file in the folder stands for the connection.
 REPORT = "import os, sys, time\nwhile not os.path.exists('{gone}'): time.sleep(0.01)\n{then}"
 
 
-def start(*scripts, **options):
+def start(*scripts, words=(), **options):
     return subprocess.Popen(
-        [sys.executable, "-c", JOB, json.dumps(scripts)],
+        [sys.executable, "-c", JOB, json.dumps(scripts), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,6 +166,16 @@ def test_a_rank_that_has_said_why_but_does_not_end_is_ended():
     began = time.monotonic()
     code, _, err = finish(start(SLEEP, say(line, SLEEP)))
     assert code == 3 and err == [line] and time.monotonic() - began < 10
+
+
+def test_a_supervised_rank_that_stands_still_is_not_waited_for():
+    line = "error: rank 0 (model worker 0): a step with rank 1 (attention worker 0) was not done within 4 s"
+    still = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    began = time.monotonic()
+    code, _, err = finish(
+        start(f"import time; time.sleep(0.5); {say(line, 'exit(3)')}", still, words=["supervised"])
+    )
+    assert code == 3 and err == [line] and time.monotonic() - began < 20
 
 
 def test_ranks_that_stay_after_rank_0_is_done_are_ended():

@@ -39,6 +39,7 @@ PREPARE_DEADLINE_S = 900.0
 FIRST_EXCHANGE = "the ranks' first exchange"
 RANK_0_FIRST_S = 2.0  # given to rank 0, which knows who has not come to it
 _SHUTDOWN_S = 10  # for ranks to leave jax.distributed together
+_FAULT_S = 0.3  # for others to read why rank 0 ends: one that stands still never does
 _SAY_FIRST_S = 1.0  # given to news of a rank that has gone, to come before its partners' programs fail of it
 
 M = TypeVar("M")
@@ -173,7 +174,7 @@ class Group:
             secret=secret_of(cluster, os.environ),
             tls=tls_of(cluster),
         )
-        self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
+        self._failing.tell = lambda line: self.control.close(fault=line, wait_s=_FAULT_S)
         self._failing.last_words = lambda line: self.last_words(line)
         self.last_words: Callable[[str], None] = lambda line: None  # before this process ends with its job
         self.watch = Watch(cluster.step_deadline_s, self._failing.of_own, self._where)
@@ -250,7 +251,7 @@ class Group:
     def leave_because(self, line: str) -> None:
         """Ends this rank's part with a reason, which the others get as bad news."""
         self._closed = self._failing.over = True
-        self.control.close(fault=line, wait_s=1)
+        self.control.close(fault=line, wait_s=_FAULT_S)
 
     def close(self) -> None:
         """Lets the other ranks go; by bad news if they wait for a step that this rank told them of and never

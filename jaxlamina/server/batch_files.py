@@ -164,11 +164,11 @@ def problem(number: int | None, code: str, message: str) -> dict[str, Any]:
     return {"code": code, "line": number, "message": message, "param": None}
 
 
-def died_twice() -> ApiError:
+def of_deaths(n: int) -> ApiError:
     return ApiError(
         500,
-        "the server ended twice while it had begun this line: it is not run again; see whether the line "
-        "does that alone",
+        f"the server ended {n} times while it had begun this line and had no token of its answer: it is not "
+        "run again; see whether the line does that alone",
         type="internal_error",
     )
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from jaxlamina.server.batch_files import Line, Results, Source, Starts, died_twice, problem
+from jaxlamina.server.batch_files import Line, Results, Source, Starts, of_deaths, problem
 from jaxlamina.server.errors import ApiError, of_validation, refused
 from jaxlamina.server.files import Files, is_id, new_id, read_json, write_json
 from jaxlamina.server.protocol import BatchRequest, ChatCompletionRequest, CompletionRequest
@@ -36,7 +36,7 @@ _GOING = ("validating", "in_progress")
 _OVER = ("completed", "failed", "expired", "cancelled")
 _ENDS = ("draining", "stopped", "failed")  # states of an engine that answers nobody any more
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-_STRIKES = 2  # deaths of a server over a line before it is given up
+_STRIKES = 4  # deaths of a server over a line before it is given up: as often as `supervisor.requests`
 _KINDS = {
     **dict.fromkeys(("id", "endpoint", "input_file_id", "status"), str),
     **dict.fromkeys(("created_at", "expires_at"), int),
@@ -211,7 +211,7 @@ class Batches:
         self, batch: dict[str, Any], line: Line, source: Source, results: Results, starts: Starts
     ) -> None:
         if starts.deaths(line) >= _STRIKES:
-            wrong = died_twice()
+            wrong = of_deaths(_STRIKES)
             _log.error("%s, line %.200r: %s", batch["id"], line.custom_id, wrong)
             status, body = wrong.status, wrong.body()
         else:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,10 @@ from jaxlamina.server.gate import OPERATED, Gate, check_may_operate
 from jaxlamina.server.pieces import FOLLOWED, PATH
 from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
-from jaxlamina.supervisor.job_client import OF_JOB, NoAnswer
+from jaxlamina.supervisor.job_client import OF_JOB, JobAnswer, NoAnswer, NotReached
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.operating import Operating
-from jaxlamina.supervisor.requests import LEAST_TO_ACCEPT, FollowedRequest, FollowedRequests
+from jaxlamina.supervisor.requests import AGAIN_S, LEAST_TO_ACCEPT, FollowedRequest, FollowedRequests
 
 _PASS_ON_S = 5.0  # for a job that takes requests
 _DASHBOARD_S = 2.0  # longer than a job waits for the end of a step there
@@ -285,29 +285,44 @@ class Front:
         return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
 
     async def _pass_on(self, request: Request) -> Response:
-        """To the job, as it is. What breaks off is not tried again: it may have been done."""
+        """To the job, as it is."""
         if request.scope["path"].startswith(PATH):
             raise ApiError(404, "there is no such route", type="not_found_error")
         try:
-            running = await self._job.ready(_PASS_ON_S)
+            answer = await self._of_job(request)
         except TimeoutError:
             raise unavailable("the job is being started again: try again later") from None
         except GivenUp as error:
             raise unavailable(str(error)) from None
-        headers = [(k, v) for k, v in _texts(request.headers.raw) if k not in _OF_ONE_HOP]
-        has_body = request.method not in ("GET", "HEAD", "OPTIONS")
-        try:
-            body = request.stream() if has_body else None
-            answer = await running.client.open(request.method, *_asked(request), body=body, headers=headers)
-        except NoAnswer as error:
-            reason = "the job ended while it answered; whether it was done is not known"
-            raise _of_client(error) or unavailable(reason) from None
         kept = {name: v for k, v in answer.headers.items() if (name := k.lower()) not in _OF_ONE_HOP}
         if (length := answer.headers.get("content-length")) is not None:
             kept["content-length"] = length
         if (where := answer.headers.get("location")) is not None:
             kept["location"] = where.removeprefix(OF_JOB)
         return _PassedOn(answer.parts(), answer.close, status_code=answer.status, headers=kept)
+
+
+    async def _of_job(self, request: Request) -> JobAnswer:
+        """A job that is about to end, or loses a connection, is asked again. What breaks off is not, where it
+        may have been done. `TimeoutError`, `GivenUp`."""
+        headers = [(k, v) for k, v in _texts(request.headers.raw) if k not in _OF_ONE_HOP]
+        only_asks = request.method in ("GET", "HEAD", "OPTIONS")
+        body = None if only_asks else request.stream()
+        until = time.monotonic() + _PASS_ON_S
+        running = await self._job.ready(_PASS_ON_S)
+        while True:
+            try:
+                return await running.client.open(request.method, *_asked(request), body=body, headers=headers)
+            except NoAnswer as error:
+                if (of_client := _of_client(error)) is not None:
+                    raise of_client from None
+                if not (only_asks or isinstance(error, NotReached)):
+                    reason = "the job ended while it answered; whether it was done is not known"
+                    raise unavailable(reason) from None
+            with suppress(TimeoutError):  # it may be the same job, and well
+                running = await self._job.ready(AGAIN_S, after=running.n)
+            if time.monotonic() >= until:
+                raise TimeoutError
 
 
 class _PassedOn(EndingStream):

@@ -39,7 +39,7 @@ _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
 _EVENT_BYTES = 64  # of a Python string, beside its letters
 _TOKEN_BYTES, _REQUEST_BYTES = 40, 3000  # of a number in a list, and of all that holds a request together
 _KEPT_OF_A_REFUSAL = ("content-type", "retry-after")  # its headers
-_AGAIN_S = 0.2  # after a connection that broke alone
+AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
 
@@ -286,6 +286,7 @@ class FollowedRequests:
                     await self._ask(running, request)
                 except (_Gone, NoAnswer, OSError, MemoryError) as error:
                     now = time.monotonic()
+                    is_news = not request.waits_since
                     request.waits_since = request.waits_since or now
                     self._waits_no_more(request)
                     self._waiting.add(request)
@@ -306,9 +307,10 @@ class FollowedRequests:
                         )
                         request.fail(ApiError(500, reason, type="internal_error", code="job_ended"))
                     else:
-                        _log.info("request %s waits: %s", request.key, error or type(error).__name__)
+                        if is_news or not not_begun:  # it asks one that has failed until that has ended
+                            _log.info("request %s waits: %s", request.key, error or type(error).__name__)
                         with suppress(TimeoutError):  # a later start; or the same, if that is well
-                            await self._job.ready(_AGAIN_S, after=running.n)
+                            await self._job.ready(AGAIN_S, after=running.n)
         except GivenUp as error:
             request.fail(unavailable(str(error)))
         except TimeoutError:

@@ -106,6 +106,7 @@ class ControlServer:
         self._is_closing = False
         self._fault: tuple[int, str] | None = None
         self._told: str | None = None  # of the fault, or of why this closes, to those who come now
+        self._why_closed = ""
         self._telling = Telling()
         self._strangers: deque[str] = deque(maxlen=_STRANGERS_SHOWN)
         self._n_refused = 0
@@ -195,6 +196,7 @@ class ControlServer:
             if self._is_closing:
                 return
             self._is_closing = True
+            self._why_closed = fault or f"{self._describe(0)} has closed the control channel"
             members = list(self._members.values())
             self._wake()
         last: Message
@@ -227,7 +229,7 @@ class ControlServer:
             self._telling.wait(LAST_WORDS_S)
             raise ControlError(*self._fault)
         if self._is_closing:
-            raise ControlError(0, f"{self._describe(0)} has closed the control channel")
+            raise ControlError(0, self._why_closed)
 
     # Before the group is formed
 
