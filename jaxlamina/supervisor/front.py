@@ -301,7 +301,6 @@ class Front:
             kept["location"] = where.removeprefix(OF_JOB)
         return _PassedOn(answer.parts(), answer.close, status_code=answer.status, headers=kept)
 
-
     async def _of_job(self, request: Request) -> JobAnswer:
         """A job that is about to end, or loses a connection, is asked again. What breaks off is not, where it
         may have been done. `TimeoutError`, `GivenUp`."""
