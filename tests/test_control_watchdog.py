@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -47,6 +48,26 @@ def test_late_is_told_once_with_how_far_it_has_come(clocked):
     clock.where = "too late"
     watchdog.done(ticket)
     assert lines == [said]
+
+
+def test_what_cannot_say_how_far_it_is_is_told_all_the_same():
+    """The driver of a GPU that waits for another did not answer."""
+    for_ever, lines = threading.Event(), queue.SimpleQueue()
+
+    def where():
+        for_ever.wait()
+        return "never"
+
+    watchdog = Watchdog(0.1, lines.put, where=where)
+    try:
+        watchdog.begin("step 1")
+        assert (
+            lines.get(timeout=30)
+            == "step 1 was not done within 0.1 s (how far it is was not known within 0.5 s)"
+        )
+    finally:
+        for_ever.set()
+        watchdog.close()
 
 
 def test_what_is_done_in_time_is_not_told(clocked):

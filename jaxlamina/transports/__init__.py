@@ -182,7 +182,7 @@ class Transport(TracedEnd, Protocol):
     def where(self) -> str:
         """How far the exchanges of the program that the device is at have come, with layer and batch, for
         somebody who waits for it; "" where that leaves no mark, as calls of MPI and collectives do not. From
-        any thread, within a second."""
+        any thread, within half a second, or it is not waited for."""
         return ""
 
     def bind(self, tree: Any) -> Any:

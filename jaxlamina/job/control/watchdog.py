@@ -8,12 +8,15 @@ One thread looks after all of them. Knows nothing of JAX, ranks or what is done 
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 _SLEEP_S = 1.0
+_WHERE_S = 0.5
 
 
 @dataclass
@@ -29,8 +32,9 @@ class Watchdog:
     ``on_late(line)`` is called, once for it and from the watchdog's thread.
 
     ``where()``: how far what is late has come, as in "last completed exchange 12 of 93"; asked when something
-    is late, and put into the line. ``now``: seconds of a clock that only goes forward. ``begin``, ``done``
-    and ``restart`` take microseconds and wake no thread, so every step can have its ticket.
+    is late, and put into the line. It may wait for what the step waits for, as a GPU's driver did, so it has
+    half a second. ``now``: seconds of a clock that only goes forward. ``begin``, ``done`` and ``restart`` take
+    microseconds and wake no thread, so every step can have its ticket.
     """
 
     def __init__(
@@ -89,6 +93,13 @@ class Watchdog:
         return next_s
 
     def _how_far(self) -> str:
+        found: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=lambda: found.put(self._asked()), name="how far", daemon=True).start()
+        with suppress(queue.Empty):
+            return found.get(timeout=_WHERE_S)
+        return f"how far it is was not known within {_WHERE_S:g} s"
+
+    def _asked(self) -> str:
         try:
             return self._where()
         except Exception as error:  # noqa: BLE001 (that it is late must be said in any case)
