@@ -13,13 +13,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
 import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import ROOT, environment
-from supervised import Asked, Supervised, children, continuation, find, is_there, plain, restarts, wait_until
+from supervised import (
+    Asked,
+    Supervised,
+    children,
+    continuation,
+    find,
+    is_there,
+    plain,
+    restarts,
+    wait_until,
+    words_of,
+)
 
 from jaxlamina.errors import UserError
 from jaxlamina.server.files import Folder
@@ -147,6 +159,24 @@ def test_all_else_is_passed_on(server):
     _, metrics = ask(server, "/metrics")
     for name in ("vllm:num_requests_running", "jaxlamina:recovery_stall_seconds_count", "jaxlamina:kv_slots"):
         assert name in metrics.decode()
+
+
+def test_what_the_job_was_never_asked_is_passed_on_once_it_can_be(server):
+    """As many calls at once as need new connections, while nobody listens where the job does."""
+    [path] = {w for pid in children(server.process.pid) for w in words_of(pid) if w.endswith("/1.sock")}
+    away = f"{path}.away"
+    os.rename(path, away)
+    try:
+        with ThreadPoolExecutor(12) as pool:
+            asked = [pool.submit(ask, server, "/tokenize", {"prompt": f"w{n} w2"}) for n in range(12)]
+            time.sleep(1)
+            os.rename(away, path)
+            found = [one.result() for one in asked]
+    finally:
+        if os.path.exists(away):
+            os.rename(away, path)
+    assert [(status, body["count"]) for status, body in found] == [(200, 2)] * 12
+    assert ask(server, "/health", headers={})[1] == {"status": "ready", "recoveries": 0}
 
 
 def test_the_dashboard_is_the_supervisors_and_its_numbers_the_jobs(server):

@@ -33,8 +33,8 @@ class Watchdog:
 
     ``where()``: how far what is late has come, as in "last completed exchange 12 of 93"; asked when something
     is late, and put into the line. It may wait for what the step waits for, as a GPU's driver did, so it has
-    half a second. ``now``: seconds of a clock that only goes forward. ``begin``, ``done`` and ``restart`` take
-    microseconds and wake no thread, so every step can have its ticket.
+    half a second. ``now``: seconds of a clock that only goes forward. ``begin``, ``done`` and ``restart``
+    take microseconds and wake no thread, so every step can have its ticket.
     """
 
     def __init__(
