@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benches import bench
 from checkpoint_examples import tiny_words_folder
+from supervised import ON_CPUS
 from typer.testing import CliRunner
 
 from jaxlamina.bench import recovery_bench
@@ -84,3 +85,18 @@ def test_a_server_is_struck(tmp_path: Path) -> None:
     assert {"imports", "weights", "kept KV", "programs"} <= found["start_s"].keys()
     assert f"kept KV {found['start_s']['kept KV']:.2f}" in shown
     assert record["median"]["ready_s"] == found["ready_s"] and record["standing_by_s"] == 0
+
+
+@pytest.mark.slow
+def test_a_rank_is_stopped(tmp_path: Path) -> None:
+    folder = tiny_words_folder(tmp_path, max_position_embeddings=2048)
+    ranks = ["launch", "--dop", "1,1", "--transport", "xla", "--local-attention", "0", "--model", str(folder)]
+    command = ["--", *ranks, "--set", "step_deadline_s=3", *ON_CPUS, "--", "serve", "--max-num-seqs", "4"]
+    command += ["--max-model-len", "1000", "--no-warm-up"]
+    load = ["--streams", "2", "--input-len", "40", "--output-len", "900", "--written", "20"]
+    struck = ["--times", "1", "--strike", "stop", "--whom", "attention", "--deadline", "60"]
+    record, shown = bench("recovery", *struck, *load, *command)
+    [found] = record["faults"]
+    assert "rank 1 (attention worker 0) was not done within 3 s" in found["said"]
+    assert f"1. the job said: {found['said'][:40]}" in " ".join(shown.split())
+    assert 2 < found["noticed_s"] < found["ready_s"] < min(found["next_s"])

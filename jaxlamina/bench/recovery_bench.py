@@ -39,12 +39,14 @@ _COUNTERS = {
 
 @dataclass(frozen=True)
 class Struck:
-    """Seconds from the fault, which ``cause`` says as the supervisor has it. ``brought_bytes``,
-    ``brought_s``: kept KV that came back, and how long hosts were at it. ``n_recomputed`` of the ``n_tokens``
-    that streams had, prompts included. ``spare_s``: until the next spare stood by, None where there is
-    none. ``start_s``: of the new job, by phase (`jaxlamina.process.start_clock`); a spare's came before."""
+    """Seconds from the fault, which ``cause`` says as the supervisor has it, and ``said`` as the last line of
+    the job's ranks has it, "" where they said nothing. ``brought_bytes``, ``brought_s``: kept KV that came
+    back, and how long hosts were at it. ``n_recomputed`` of the ``n_tokens`` that streams had, prompts
+    included. ``spare_s``: until the next spare stood by, None where there is none. ``start_s``: of the new
+    job, by phase (`jaxlamina.process.start_clock`); a spare's came before."""
 
     cause: str
+    said: str
     noticed_s: float
     ready_s: float
     brought_bytes: float
@@ -222,7 +224,9 @@ class _Bench:
                 task.cancel()
             await self._until(lambda: self._said(_SPARE, number + 2), "the next spare")
             spare_s = self._said(_SPARE, number + 2)[number + 1][0] - struck_s
+        of_job = [text for at, text in self._lines if struck_s < at <= noticed_s and "error: rank" in text]
         return Struck(
+            said=of_job[-1].strip() if of_job else "",
             cause=line.partition(_ENDED)[2].partition("; it is started")[0],
             noticed_s=noticed_s - struck_s,
             ready_s=ready_s - struck_s,

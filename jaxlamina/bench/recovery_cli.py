@@ -93,7 +93,14 @@ def recovery_command(
     starts = [
         dim(f"{i}. start of the new job, s: {_phases(row['start_s'])}") for i, row in enumerate(rows, 1)
     ]
-    parts: list[Part] = [table(shown, COLUMNS), dim(note), *starts, *([warning(failed)] if failed else [])]
+    said = [dim(f"{i}. the job said: {row['said']}") for i, row in enumerate(rows, 1) if row["said"]]
+    parts: list[Part] = [
+        table(shown, COLUMNS),
+        dim(note),
+        *said,
+        *starts,
+        *([warning(failed)] if failed else []),
+    ]
     tell("recovery", record | {"median": middle}, where, parts, as_json=as_json)
     if failed:
         raise typer.Exit(1)
@@ -106,7 +113,7 @@ def _phases(start_s: Mapping[str, float]) -> str:
 def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each number."""
     found: dict[str, Any] = {}
-    for name in rows[0].keys() - {"cause", "next_s", "start_s"}:
+    for name in rows[0].keys() - {"cause", "said", "next_s", "start_s"}:
         values = [row[name] for row in rows if row[name] is not None]
         found[name] = median(values) if values else None
     return found
