@@ -255,7 +255,7 @@ class Run:
             said = {name: events for name, events in said.items() if self.asked[name].key}
             assert len(said) >= 5
         for name, events in said.items():
-            assert events == expected[name], f"{name}\n{self.story()}"
+            assert events == expected[name], f"{name}: {difference(events, expected[name])}\n{self.story()}"
 
     def check_recoveries(self) -> None:
         server, check = self.server, self.scenario.check
@@ -315,6 +315,15 @@ class Run:
                 ended = dict(database.execute("SELECT key, ended IS NOT NULL FROM requests"))
             assert all(ended.values())
             assert {one.key for one in self.asked.values() if one.key} <= set(ended)
+
+
+def difference(found: list[str], wanted: list[str]) -> str:
+    """Of two answers, where it begins."""
+    at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
+    if at is None:
+        at = min(len(found), len(wanted))
+    here = slice(max(0, at - 1), at + 3)
+    return f"event {at} of {len(found)}, {len(wanted)} wanted: {found[here]} in place of {wanted[here]}"
 
 
 class Looks(threading.Thread):
