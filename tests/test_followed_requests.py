@@ -205,7 +205,7 @@ def test_a_request_that_the_job_dies_of_takes_no_other_with_it(monkeypatch, star
     """Also where all that go on have their first step together, in which it dies; and where a start takes
     longer than a suspect waits for the others."""
     monkeypatch.setattr(following, "_ALONE_S", 0.4)
-    monkeypatch.setattr(following, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(following, "AGAIN_S", 0.01)
 
     async def follow():
         job = PoisonedJob(start_s)
