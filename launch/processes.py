@@ -152,9 +152,13 @@ class Job:
         self._describe = describe
         self._pipes = dict(pipes or {})
         self._grace_s = grace_s
-        self._by_mpirun = any(child.rank is None for child in children)
-        is_hasty = is_supervised and not self._by_mpirun
-        self._failed_grace_s = min(grace_s, _SUPERVISED_GRACE_S) if is_hasty else grace_s
+        # Given to the others once one has failed, and then to all once they are told to end.
+        self._failed_grace_s, self._kill_after_s = grace_s, 2.0
+        if any(child.rank is None for child in children):
+            # mpirun ends its ranks itself: it waits a little, too, before it kills them.
+            self._kill_after_s = 5.0
+        elif is_supervised:
+            self._failed_grace_s, self._kill_after_s = min(grace_s, _SUPERVISED_GRACE_S), 0.0
         self._end_s = end_s
         self._first_pid = Path(folder, FIRST_PID)
         self._begin_s = begin_s
@@ -348,8 +352,7 @@ class Job:
                 if self._signal is None and self._running[0].code == 0 and not self._code:
                     self._say_late(running.child.rank)
         self._code = self._code or FAILED
-        # mpirun ends its ranks itself: it waits a little, too, before it kills them.
-        self._kill_at = now + (5 if self._by_mpirun else 0 if self._is_supervised else 2)
+        self._kill_at = now + self._kill_after_s
 
     def _say_late(self, rank: int | None) -> None:
         assert rank is not None, "mpirun is over, so nothing is late"

@@ -319,9 +319,7 @@ class Run:
 
 def difference(found: list[str], wanted: list[str]) -> str:
     """Of two answers, where it begins."""
-    at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
-    if at is None:
-        at = min(len(found), len(wanted))
+    at = len(os.path.commonprefix([found, wanted]))
     here = slice(max(0, at - 1), at + 3)
     return f"event {at} of {len(found)}, {len(wanted)} wanted: {found[here]} in place of {wanted[here]}"
 

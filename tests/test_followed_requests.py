@@ -15,10 +15,11 @@ from aiohttp import web
 
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.pieces import Follow, Opening, Piece
+from jaxlamina.server.settings import MOST_TRIES
 from jaxlamina.supervisor import requests as following
 from jaxlamina.supervisor.job_client import JobClient
 from jaxlamina.supervisor.journal import Entry, Journal
-from jaxlamina.supervisor.requests import MOST_TRIES, FollowedRequests, _Gone, _lines
+from jaxlamina.supervisor.requests import FollowedRequests, _Gone, _lines
 
 PIECES = [
     Piece(opening=Opening(True, (1,)), text="data: begins\n\n"),

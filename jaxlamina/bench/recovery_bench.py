@@ -29,6 +29,7 @@ from jaxlamina.errors import UserError
 
 _POLL_S = 0.005
 _ENDED, _READY, _SPARE = "the job ended: ", "the job is ready again", "a spare stands by"
+_OF_RANK = "error: rank"
 # A counter, by the name it has in `Counters`.
 _COUNTERS = {
     "brought_bytes": "jaxlamina:kept_kv_brought_bytes_total",
@@ -224,7 +225,7 @@ class _Bench:
                 task.cancel()
             await self._until(lambda: self._said(_SPARE, number + 2), "the next spare")
             spare_s = self._said(_SPARE, number + 2)[number + 1][0] - struck_s
-        of_job = [text for at, text in self._lines if struck_s < at <= noticed_s and "error: rank" in text]
+        of_job = [text for at, text in self._said(_OF_RANK, 0) if struck_s < at <= noticed_s]
         return Struck(
             said=of_job[-1].strip() if of_job else "",
             cause=line.partition(_ENDED)[2].partition("; it is started")[0],

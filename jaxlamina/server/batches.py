@@ -24,6 +24,7 @@ from jaxlamina.server.errors import ApiError, of_validation, refused
 from jaxlamina.server.files import Files, is_id, new_id, read_json, write_json
 from jaxlamina.server.protocol import BatchRequest, ChatCompletionRequest, CompletionRequest
 from jaxlamina.server.service import Body, Service
+from jaxlamina.server.settings import MOST_TRIES
 
 ENDPOINTS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -36,7 +37,6 @@ _GOING = ("validating", "in_progress")
 _OVER = ("completed", "failed", "expired", "cancelled")
 _ENDS = ("draining", "stopped", "failed")  # states of an engine that answers nobody any more
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-_STRIKES = 4  # deaths of a server over a line before it is given up: as often as `supervisor.requests`
 _KINDS = {
     **dict.fromkeys(("id", "endpoint", "input_file_id", "status"), str),
     **dict.fromkeys(("created_at", "expires_at"), int),
@@ -210,8 +210,8 @@ class Batches:
     async def _run_line(
         self, batch: dict[str, Any], line: Line, source: Source, results: Results, starts: Starts
     ) -> None:
-        if starts.deaths(line) >= _STRIKES:
-            wrong = of_deaths(_STRIKES)
+        if starts.deaths(line) >= MOST_TRIES:
+            wrong = of_deaths(MOST_TRIES)
             _log.error("%s, line %.200r: %s", batch["id"], line.custom_id, wrong)
             status, body = wrong.status, wrong.body()
         else:

@@ -17,6 +17,9 @@ CONNECTIONS_END_S = 5  # then, for answers that are complete to reach their clie
 THREAD_END_S = 60.0  # and for the step, or the program being compiled, in which the engine's thread is
 COMPILING_END_S = 0.5  # and for one that is compiled behind, which nobody waits for
 LAST_WORDS_S = 1.0  # of a job that has failed, to its clients
+MOST_TRIES = 4
+"""Times that a server may end while it works at a request, or a batch's line, and has found it no token: then
+that is held to be why."""
 
 
 def _parser(known: dict[str, Any], help: str, otherwise: str) -> Any:

@@ -23,15 +23,13 @@ import msgspec
 from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.errors import ApiError, JsonResponse, unavailable
 from jaxlamina.server.pieces import PATH, Follow, Piece
+from jaxlamina.server.settings import MOST_TRIES
 from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
 from jaxlamina.supervisor.job_client import JobAnswer, NoAnswer, NotReached
 from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 
-MOST_TRIES = 4
-"""Times that the job may go away while it works at a request and has found it no token: then that is held to
-be why."""
 _SUSPECT = 2
-"""Such times from which a request is asked for alone, so that it does not take others with it."""
+"""Times (as of `MOST_TRIES`) from which a request is asked for alone, so that it takes no others with it."""
 _ALONE_S, _LOOK_S = 60.0, 1.0  # that it waits for the others at most, once a job is ready
 LEAST_TO_ACCEPT = 0.5
 """Of the memory's reserve: with less, what is left is for requests that are there already."""
