@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 import time
 
 import pytest
@@ -147,3 +149,33 @@ def test_a_template_that_loops_for_ever_is_ended(monkeypatch):
         render_bounded(FOREVER, MESSAGES, {})
     assert time.process_time() - began < 1  # it is another process that was at work
     template_process._process.end()
+
+
+def test_a_chat_goes_on_where_somebody_else_ends_the_process_of_templates():
+    """A request that was well until its job ended must not be refused because of the job's end."""
+    template = "{{ messages[0].content }}"
+    assert render_bounded(template, MESSAGES, {}) == "Hello"
+    first = template_process._process._process
+    first.send_signal(signal.SIGTERM)  # as all of a rank's processes get it
+    assert render_bounded(template, MESSAGES, {}) == "Hello"
+    assert template_process._process._process is first
+    long = "{% for i in range(99999) %}{% for j in range(40) %}{% endfor %}{% endfor %}" + template
+    killed = threading.Timer(0.2, first.kill)
+    killed.start()
+    assert render_bounded(long, MESSAGES, {}) == "Hello"
+    killed.join()
+    assert template_process._process._process is not first
+
+
+def test_a_template_that_ends_its_process_is_an_error(monkeypatch):
+    started = template_process._process._started
+
+    def ended():
+        wire = started()
+        template_process._process._process.kill()
+        template_process._process._process.wait()
+        return wire
+
+    monkeypatch.setattr(template_process._process, "_started", ended)
+    with pytest.raises(UserError, match="ended the process it ran in"):
+        render_bounded("x", MESSAGES, {})

@@ -34,6 +34,7 @@ MOST_CHARACTERS = 1 << 26
 _WALL_S = (
     120.0  # of a start, and of a prompt on a busy host; then it is in something that cannot be interrupted
 )
+_TRIES = 2
 _TOO_LONG = "the model's chat template did not end within {:g} s: give another by --chat-template"
 _TOO_LARGE = (
     f"the model's chat template needs more than {MOST_BYTES >> 20} MiB for these messages: give another by "
@@ -51,19 +52,27 @@ class _Process:
 
     def render(self, asked: bytes) -> str:
         with self._lock:
-            wire = self._started()
-            try:
-                wire.send_bytes(asked)
-                if not wire.poll(_WALL_S):
-                    self.end()
-                    raise UserError(_TOO_LONG.format(_WALL_S))
-                text, error = json.loads(wire.recv_bytes())
-            except (OSError, EOFError):
-                self.end()
-                raise UserError("the model's chat template ended the process it ran in") from None
+            text, error = self._answered(asked)
         if error is not None:
             raise UserError(error)
         return str(text)
+
+    def _answered(self, asked: bytes) -> tuple[str | None, str | None]:
+        """As of `_answer`. Somebody else may have ended the process, as a host that is short of memory does:
+        what is asked for twice and ends both of them is the template."""
+        for _ in range(_TRIES):
+            wire = self._started()
+            try:
+                wire.send_bytes(asked)
+                if wire.poll(_WALL_S):
+                    text, error = json.loads(wire.recv_bytes())
+                    return text, error
+            except (OSError, EOFError):
+                self.end()
+            else:
+                self.end()
+                return None, _TOO_LONG.format(_WALL_S)
+        return None, "the model's chat template ended the process it ran in"
 
     def end(self) -> None:
         if self._process is not None and self._wire is not None:
@@ -137,7 +146,10 @@ def _answer(asked: bytes) -> tuple[str | None, str | None]:
 
 
 def _serve(wire: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the one that is served
+    # A terminal's Ctrl-C, and what ends a rank and all that it has started, are for the one that is served:
+    # it may have chats to answer until its own end, at which the wire is closed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, _late)
     with suppress(OSError, ValueError):  # where a system has no such bound
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
