@@ -53,6 +53,12 @@ def session_in(folder: str) -> dict[str, str]:
     return {"OMPI_MCA_orte_tmpdir_base": folder}
 
 
+def without_ssh() -> dict[str, str]:
+    """By which an mpirun of this host, Open MPI's of version 4, begins where there is no ssh, as in many
+    containers: it looks for the program though it will not need it."""
+    return {"OMPI_MCA_plm": "isolated"}
+
+
 def is_open_mpi(version: str) -> bool:
     return "open mpi" in version.lower() or "open-mpi" in version.lower()
 

@@ -37,6 +37,7 @@ from launch.commands import (
     mpirun_argv,
     plain_children,
     session_in,
+    without_ssh,
 )
 from launch.options import LaunchOptions, parse
 from launch.processes import LAUNCHED, Job
@@ -91,7 +92,8 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str =
         )
     mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
-    child = mpi_child(mpirun, options, session_in(mpi_files) | environment, folder)
+    own = session_in(mpi_files) | (without_ssh() if shutil.which("ssh") is None else {})
+    child = mpi_child(mpirun, options, own | environment, folder)
     return job([child], pipes=pipes)
 
 

@@ -16,10 +16,10 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from fault_scenarios import Event, Scenario
 from launch_hosts import Hosts
@@ -68,30 +68,60 @@ _AT_ONCE = 6  # of these
 SMALL_DISK = "size=32m"
 
 
+class Where(NamedTuple):
+    """Words for a job over ranks, for one process, and their environment."""
+
+    of_ranks: tuple[str, ...] = ()
+    of_one: tuple[str, ...] = ()
+    variables: Mapping[str, str] = {}
+
+
+ON_CPU_RANKS = Where(ON_CPUS)
+# All ranks share one GPU: XLA's collectives want one each, MPI does not. Float32 without TF32, as tokens are to
+# be the same whoever else is in a batch.
+ON_ONE_GPU = Where(
+    ("--transport", "mpi", "--dtype", "float32"),
+    ("--dtype", "float32"),
+    {
+        "JAX_PLATFORMS": "",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.02",
+    },
+)
+
+
 def why_no_small_disk() -> str | None:
     return None if os.geteuid() == 0 else "a disk that can be filled is mounted by root alone"
 
 
 class Run:
-    """One run of ``scenario``; ``folder``: for its files."""
+    """One run of ``scenario``; ``folder``: for its files; ``where``: what its job is started with beside."""
 
-    def __init__(self, scenario: Scenario, model: Path, folder: Path, cleanups: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: Path,
+        folder: Path,
+        cleanups: contextlib.ExitStack,
+        where: Where = ON_CPU_RANKS,
+    ) -> None:
         self.scenario, self.folder = scenario, folder
         (folder / "sitecustomize.py").write_text(SPINS)
         (folder / "spinning_policy.py").write_text(SPINNING_POLICY)
         self.hosts = None
-        job = [*scenario.job, *(ON_CPUS if scenario.job else ())]
+        job = [*scenario.job, *(where.of_ranks if scenario.job else ())]
+        options = [*scenario.options, *(() if scenario.job else where.of_one)]
         if scenario.hosts:
             self.hosts = cleanups.enter_context(Hosts(folder))
             job += ["--set", f"control={self.hosts.addresses[0]}:29400"]
             job += ["--starter", starter(self.hosts, *scenario.hosts)]
         if scenario.full_disk:
             cleanups.enter_context(small_disk(folder / "journal"))
-        variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+        variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])} | where.variables
         variables["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
         if scenario.compiles:
             variables |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "JAX_LOG_COMPILES": "1"}
-        self._start = [job, model, [w.format(folder=folder) for w in scenario.options], variables]
+        self._start = [job, model, [w.format(folder=folder) for w in options], variables]
         self._cleanups = cleanups
         self.supervisors: list[Supervised] = []
         self.asked: dict[str, Asked] = {}
@@ -255,6 +285,10 @@ class Run:
             said = {name: events for name, events in said.items() if self.asked[name].key}
             assert len(said) >= 5
         for name, events in said.items():
+            one = self.asked[name]
+            if self.scenario.check.drawn_may_differ and one.body["temperature"]:
+                assert one.ends and len(events) > len(expected[name]) / 2, f"{name}: {events}{self.story()}"
+                continue
             assert events == expected[name], f"{name}: {difference(events, expected[name])}\n{self.story()}"
 
     def check_recoveries(self) -> None:

@@ -54,6 +54,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     causes: tuple[str, ...] = ()
     recomputed_at_most: int | None = None
     streams_may_end: bool = False
+    drawn_may_differ: bool = False
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

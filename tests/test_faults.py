@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_examples import tiny_words_folder
-from fault_runs import Run, fill, limit_memory, small_disk, why_no_small_disk
+from fault_runs import ON_ONE_GPU, Run, fill, limit_memory, small_disk, why_no_small_disk
 from fault_scenarios import SCENARIOS
 from serving import ROOT
 from supervised import (
@@ -41,6 +41,12 @@ SOAK_S = float(os.environ.get("SOAK_S", "120"))  # of load with faults
 RANKS = ["launch", "--dop", "1,2", "--transport", "xla", "--local-attention", "0", *ON_CPUS]
 FAULT_EVERY_S = float(os.environ.get("FAULT_EVERY_S", "13"))  # on average
 
+ON_GPUS = (
+    *("server-killed", "server-spins", "spare-takes-over", "attention-worker-killed", "mpi-rank-killed"),
+    *("prefill-worker-killed", "attention-worker-of-two-by-two-killed", "replica-killed"),
+    *("replicas-of-int8-attention-worker-killed", "mpi-spare-takes-over"),
+)
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -57,6 +63,16 @@ def marks(scenario):
 def test_nothing_is_lost(name, tiny, tmp_path):
     with contextlib.ExitStack() as cleanups:
         Run(SCENARIOS[name], tiny, tmp_path, cleanups).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.mpi
+@pytest.mark.timeout(4 * DEADLINE_S)
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_nothing_is_lost_on_a_gpu(name, tiny, tmp_path):
+    """Of one model on one GPU: kept KV, and answers, as on CPUs."""
+    with contextlib.ExitStack() as cleanups:
+        Run(SCENARIOS[name], tiny, tmp_path, cleanups, ON_ONE_GPU).run()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -367,3 +368,28 @@ def test_a_killed_mpirun_is_named_and_leaves_nothing(tmp_path):
     assert code == 3 and err[-1] == f"{killed} ran out of memory"
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vader_segment")}
     assert not left and not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.mpi
+def test_ranks_of_one_host_need_no_ssh(tmp_path):
+    """As in many containers. mpirun looks for it in any case."""
+    for name in ("mpirun", "orted"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "launch.local",
+            "--set",
+            "transport=mpi",
+            "--module",
+            "jaxlamina.process.kept_folders",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=os.environ | {"PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
