@@ -69,24 +69,26 @@ SMALL_DISK = "size=32m"
 
 
 class Where(NamedTuple):
-    """Words for a job over ranks, for one process, and their environment."""
+    """Words for a job over ranks, for one process, and the environment of both, and of ranks beside."""
 
     of_ranks: tuple[str, ...] = ()
     of_one: tuple[str, ...] = ()
     variables: Mapping[str, str] = {}
+    of_all_ranks: Mapping[str, str] = {}
 
 
 ON_CPU_RANKS = Where(ON_CPUS)
-# All ranks share one GPU: XLA's collectives want one each, MPI does not. Float32 without TF32, as tokens are to
-# be the same whoever else is in a batch.
+# All ranks share one GPU, which each takes for its own: XLA's collectives want one each, MPI does not. Float32
+# without TF32, as tokens are to be the same whoever else is in a batch.
 ON_ONE_GPU = Where(
     ("--transport", "mpi", "--dtype", "float32"),
     ("--dtype", "float32"),
     {
-        "JAX_PLATFORMS": "",
+        "JAX_PLATFORMS": "cuda,cpu",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.02",
     },
+    {"CUDA_VISIBLE_DEVICES": ",".join("0" * 5)},
 )
 
 
@@ -118,6 +120,7 @@ class Run:
         if scenario.full_disk:
             cleanups.enter_context(small_disk(folder / "journal"))
         variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])} | where.variables
+        variables |= where.of_all_ranks if scenario.job else {}
         variables["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
         if scenario.compiles:
             variables |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "JAX_LOG_COMPILES": "1"}

