@@ -29,10 +29,7 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
         return found
     if cluster.gpu_memory_utilization is not None:
         found[MEMORY_SHARE] = str(cluster.gpu_memory_utilization)
-    if n_gpus == 1 and place.starter == "srun":
-        return found | {"JAXLAMINA_DEVICE": "0"}  # Slurm has given this task a GPU of its own
-    first = place.rank - (place.local_rank or 0)
-    taken = sum(cluster.platform(rank) in (None, "cuda") for rank in range(first, place.rank))
+    taken = _taken(cluster, place, n_gpus)
     if taken < n_gpus:
         found["JAXLAMINA_DEVICE"] = str(taken)
     elif platform == "cuda":
@@ -41,14 +38,29 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
             f"on this "
             'host, or give one of the pools the platform "cpu"'
         )
+    elif n_gpus:
+        found["JAX_PLATFORMS"] = "cpu"
     return found
 
 
 def note(cluster: Cluster, place: Place, n_gpus: int) -> str:
-    """What to tell the user of this rank's choice of one of several GPUs; "" where nothing is."""
+    """What to tell the user of this rank's choice of a GPU, or of none; "" where nothing is."""
+    if cluster.platform(place.rank) is None and 0 < n_gpus <= _taken(cluster, place, n_gpus):
+        return (
+            f"{cluster.describe(place.rank)}: no GPU is left for it ({n_gpus} here), so it computes on the "
+            "CPU: start fewer ranks on this host, or say which pool is to: model_platform, attention_platform"
+        )
     if place.local_rank is not None or n_gpus < 2 or cluster.platform(place.rank) not in (None, "cuda"):
         return ""
     return (
         f"{cluster.describe(place.rank)}: nothing says which of its host's ranks it is, so it takes GPU 0 of "
         f"{n_gpus}: where other ranks are on this host, give each its own by CUDA_VISIBLE_DEVICES"
     )
+
+
+def _taken(cluster: Cluster, place: Place, n_gpus: int) -> int:
+    """How many of ``n_gpus`` ranks before it on its host take."""
+    if n_gpus == 1 and place.starter == "srun":
+        return 0  # Slurm has given this task a GPU of its own
+    first = place.rank - (place.local_rank or 0)
+    return sum(cluster.platform(rank) in (None, "cuda") for rank in range(first, place.rank))

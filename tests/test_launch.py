@@ -240,6 +240,20 @@ def test_a_rank_whose_place_on_its_host_nobody_says_tells_which_gpu_it_takes():
     assert not any(devices.note(*x) for x in ((cluster, here, 1), (cluster, known, 4), (on_cpu, here, 4)))
 
 
+def test_a_rank_says_that_no_gpu_is_left_and_it_computes_on_the_cpu():
+    """Where no platform is named, that is no error."""
+    cluster = Cluster(transport="mpi", dop=(1, 2))
+    last = Place(2, 3, 2, "mpirun")
+    assert devices.variables(cluster, last, 2) == {"JAX_PLATFORMS": "cpu"}
+    assert devices.variables(cluster, last, 0) == {}
+    said = devices.note(cluster, last, 2)
+    assert said.startswith(
+        "rank 2 (attention worker 1): no GPU is left for it (2 here), so it computes on the CPU"
+    )
+    silent = ((cluster, last, 0), (cluster, last, 3), (cluster, Place(1, 3, 1, "mpirun"), 2))
+    assert not any(devices.note(*x) for x in (*silent, (cluster, Place(1, 3, 1, "srun"), 1)))
+
+
 def test_slurm_gives_a_task_its_own_gpu():
     cluster = Cluster(model_platform="cuda", attention_platform="cuda")
     found = devices.variables(cluster, Place(1, 2, 1, "srun"), n_gpus=1)
