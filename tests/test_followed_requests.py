@@ -124,18 +124,23 @@ def test_a_job_is_told_what_there_is_and_how_many_go_on():
     assert [follow.n_together for follow in follows] == [0, 1, 1]
 
 
-def test_what_a_job_once_took_is_not_refused_for_being_too_much():
+def test_what_a_job_once_took_is_not_refused_for_being_too_much(caplog):
     """A newcomer is."""
     job = BreakingJob(2, 429, 503, 429, 9)
     request = followed(job)
     assert request.status == 200 and request.events == [piece.text for piece in PIECES]
     assert [follow.was_taken for follow in job.follows] == [False] + [True] * 4
     assert followed(BreakingJob(429)).status == 429
+    assert "which was accepted" not in caplog.text
 
 
 @pytest.mark.parametrize("status", [400, 413])
-def test_an_open_stream_that_is_refused_says_so(status):
+def test_an_open_stream_that_is_refused_says_so(status, caplog):
     request = followed(BreakingJob(2, status))
+    assert (
+        f'{request.key}, which was accepted, ended with {status}: {{"error": {{"message": "no"}}}}'
+        in caplog.text
+    )
     assert request.status == status and request.events[:3] == [piece.text for piece in PIECES[:3]]
     assert request.events[3:] == ['data: {"error": {"message": "no"}}\n\n', "data: [DONE]\n\n"]
 
