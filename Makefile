@@ -7,6 +7,7 @@
 #                            five of each test and form of KV, all of them with TESTS="--one-of 1"
 #   make test-third-party    models of other people's packages, which go to an environment of their own
 #   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
+#   make test-gpu-faults     on a machine with a GPU: answers stay the same while ranks that share it are killed or stopped
 #   make pictures            draw the pictures of docs/ anew
 #   make lint                formatting, lint, types
 #   make clean               forget .venv and caches of the tools
@@ -46,7 +47,7 @@ NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 
-.PHONY: help demo test test-all test-newest newest-env kernels-env test-kernels test-third-party test-published test-gpu pictures lint clean mpi open-mpi dev-env
+.PHONY: help demo test test-all test-newest newest-env kernels-env test-kernels test-third-party test-published test-gpu test-gpu-faults pictures lint clean mpi open-mpi dev-env
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -200,6 +201,9 @@ test-published: $(STAMPS)/third-party
 
 test-gpu: $(STAMPS)/dev mpi
 	@$(BIN)/python tests/gpu_gate.py --record docs/gpu-gate.md $(GATE)
+
+test-gpu-faults: $(STAMPS)/dev mpi
+	@$(BIN)/python -m pytest -q -m gpu tests/test_faults.py
 
 pictures: $(STAMPS)/dev
 	@$(BIN)/python docs/pictures.py
