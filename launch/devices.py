@@ -18,7 +18,7 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
 
     GPUs go round the ranks of a host in their order; ranks of a pool on another platform take none. Hosts are
     taken to have consecutive ranks, as mpirun and srun place them unless told otherwise. Raises `UserError`
-    where a rank of a pool on "cuda" finds no GPU left.
+    where a rank that needs a GPU finds none left.
     """
     platform = cluster.platform(place.rank)
     found: dict[str, str] = {}
@@ -32,7 +32,7 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
     taken = _taken(cluster, place, n_gpus)
     if taken < n_gpus:
         found["JAXLAMINA_DEVICE"] = str(taken)
-    elif platform == "cuda":
+    elif platform == "cuda" or (n_gpus and cluster.transport == "xla"):  # whose ranks are of one platform
         raise UserError(
             f"no GPU is left for this rank: {n_gpus} here, for {taken + 1} ranks or more. Start fewer ranks "
             f"on this "
@@ -45,7 +45,8 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
 
 def note(cluster: Cluster, place: Place, n_gpus: int) -> str:
     """What to tell the user of this rank's choice of a GPU, or of none; "" where nothing is."""
-    if cluster.platform(place.rank) is None and 0 < n_gpus <= _taken(cluster, place, n_gpus):
+    is_mixed = cluster.platform(place.rank) is None and cluster.transport == "mpi"
+    if is_mixed and 0 < n_gpus <= _taken(cluster, place, n_gpus):
         return (
             f"{cluster.describe(place.rank)}: no GPU is left for it ({n_gpus} here), so it computes on the "
             "CPU: start fewer ranks on this host, or say which pool is to: model_platform, attention_platform"

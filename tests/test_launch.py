@@ -241,7 +241,7 @@ def test_a_rank_whose_place_on_its_host_nobody_says_tells_which_gpu_it_takes():
 
 
 def test_a_rank_says_that_no_gpu_is_left_and_it_computes_on_the_cpu():
-    """Where no platform is named, that is no error."""
+    """By MPI, where no platform is named, that is no error."""
     cluster = Cluster(transport="mpi", dop=(1, 2))
     last = Place(2, 3, 2, "mpirun")
     assert devices.variables(cluster, last, 2) == {"JAX_PLATFORMS": "cpu"}
@@ -250,6 +250,8 @@ def test_a_rank_says_that_no_gpu_is_left_and_it_computes_on_the_cpu():
     assert said.startswith(
         "rank 2 (attention worker 1): no GPU is left for it (2 here), so it computes on the CPU"
     )
+    with pytest.raises(UserError, match="no GPU is left for this rank"):
+        devices.variables(Cluster(transport="xla", dop=(1, 2)), last, 2)
     silent = ((cluster, last, 0), (cluster, last, 3), (cluster, Place(1, 3, 1, "mpirun"), 2))
     assert not any(devices.note(*x) for x in (*silent, (cluster, Place(1, 3, 1, "srun"), 1)))
 
