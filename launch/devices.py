@@ -44,9 +44,9 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
 
 
 def note(cluster: Cluster, place: Place, n_gpus: int) -> str:
-    """What to tell the user of this rank's choice of a GPU, or of none; "" where nothing is."""
-    is_mixed = cluster.platform(place.rank) is None and cluster.transport == "mpi"
-    if is_mixed and 0 < n_gpus <= _taken(cluster, place, n_gpus):
+    """What to tell the user of this rank's choice of a GPU, or of none; "" where nothing is. Of a rank that
+    `variables` has not refused."""
+    if cluster.platform(place.rank) is None and 0 < n_gpus <= _taken(cluster, place, n_gpus):
         return (
             f"{cluster.describe(place.rank)}: no GPU is left for it ({n_gpus} here), so it computes on the "
             "CPU: start fewer ranks on this host, or say which pool is to: model_platform, attention_platform"

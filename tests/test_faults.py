@@ -29,6 +29,7 @@ from supervised import (
     ON_CPUS,
     REQUESTS,
     Asked,
+    N,
     Supervised,
     answers,
     find,
@@ -119,7 +120,7 @@ def test_a_server_whose_memory_for_kept_kv_is_full_goes_on(job, tiny, tmp_path):
 
         # Long ones: they still write when the fault comes.
         requests = {
-            name: (path, body | {key: 480 for key in ("max_tokens", "max_output_tokens") if key in body})
+            name: (path, body | {key: N for key in ("max_tokens", "max_output_tokens") if key in body})
             for name, (path, body) in REQUESTS.items()
         }
         asked = {name: Asked(server.port, *request) for name, request in requests.items()}

@@ -37,7 +37,6 @@ _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
 _EVENT_BYTES = 64  # of a Python string, beside its letters
 _TOKEN_BYTES, _REQUEST_BYTES = 40, 3000  # of a number in a list, and of all that holds a request together
 _KEPT_OF_A_REFUSAL = ("content-type", "retry-after")  # its headers
-_LOGGED_BYTES = 300  # of an error
 AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
@@ -322,9 +321,9 @@ class FollowedRequests:
         self._has_ended(request)
         self._journal.ended(request.key, request.error)
         if request.was_taken and request.error is not None:
-            said = request.content[:_LOGGED_BYTES].decode("utf-8", "replace")
+            said = request.content.decode("utf-8", "replace")
             _log.warning(
-                "request %s, which was accepted, ended with %d: %s", request.key, request.status, said
+                "request %s, which was accepted, ended with %d: %.300s", request.key, request.status, said
             )
 
     async def _turn(self, request: FollowedRequest) -> None:
