@@ -40,12 +40,13 @@ _COUNTERS = {
 
 @dataclass(frozen=True)
 class Struck:
-    """Seconds from the fault, which ``cause`` says as the supervisor has it, and ``said`` as the last line of
-    the job's ranks has it, "" where they said nothing. ``brought_bytes``, ``brought_s``: kept KV that came
-    back, and how long hosts were at it. ``n_recomputed`` of the ``n_tokens`` that streams had, prompts
-    included. ``spare_s``: until the next spare stood by, None where there is none. ``start_s``: of the new
-    job, by phase (`jaxlamina.process.start_clock`); a spare's came before."""
+    """Seconds from the fault of ``whom``, which ``cause`` says as the supervisor has it, and ``said`` as the
+    last line of the job's ranks has it, "" where they said nothing. ``brought_bytes``, ``brought_s``: kept KV
+    that came back, and how long hosts were at it. ``n_recomputed`` of the ``n_tokens`` that streams had,
+    prompts included. ``spare_s``: until the next spare stood by, None where there is none. ``start_s``: of
+    the new job, by phase (`jaxlamina.process.start_clock`); a spare's came before."""
 
+    whom: str
     cause: str
     said: str
     noticed_s: float
@@ -91,16 +92,16 @@ def measure(
     load: RecoveryLoad,
     *,
     fault: str,
-    whom: str,
+    whom: Sequence[str],
     times: int,
     deadline_s: float,
     standing_by_s: float = 0.0,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> tuple[list[Struck], str | None]:
-    """One server of ``command`` (`supervised_command`), which is struck so many times, with new streams each
-    time. ``deadline_s``: for whatever is waited for. ``standing_by_s``: what a spare has before streams
-    begin. Also why there are fewer than ``times``, where a later one is not in time, or fails; ``UserError``
-    for the first one."""
+    """One server of ``command`` (`supervised_command`), which is struck so many times, ``whom`` in turn, with
+    new streams each time. ``deadline_s``: for whatever is waited for. ``standing_by_s``: what a spare has
+    before streams begin. Also why there are fewer than ``times``, where a later one is not in time, or fails;
+    ``UserError`` for the first one."""
     lines: list[tuple[float, str]] = []
 
     def note(line: str) -> None:
@@ -117,7 +118,7 @@ def measure(
         for i in range(times):
             bench.fault = f"fault {i + 1} of {times}"
             try:
-                found.append(asyncio.run(bench.strike(fault, whom, i)))
+                found.append(asyncio.run(bench.strike(fault, whom[i % len(whom)], i)))
             except (UserError, KeyboardInterrupt) as error:  # of minutes, what there is already is told
                 if not found:
                     raise
@@ -227,6 +228,7 @@ class _Bench:
             spare_s = self._said(_SPARE, number + 2)[number + 1][0] - struck_s
         of_job = [text for at, text in self._said(_OF_RANK, 0) if struck_s < at <= noticed_s]
         return Struck(
+            whom=whom,
             said=of_job[-1].strip() if of_job else "",
             cause=line.partition(_ENDED)[2].partition("; it is started")[0],
             noticed_s=noticed_s - struck_s,

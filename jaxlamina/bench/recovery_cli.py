@@ -10,10 +10,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxlamina.bench.flags import AsJson, option
+from jaxlamina.bench.lists import named
 from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, warning
 from jaxlamina.cli import model_options
+from jaxlamina.errors import UserError
+
+WHOM = ("server", "model", "attention", "prefill")
 
 COLUMNS: Columns = (
+    ("whom", lambda s: s["whom"], "<"),
     ("what ended the job", lambda s: s["cause"], "<"),
     ("noticed\ns", lambda s: s["noticed_s"], ".2f"),
     ("job\nready s", lambda s: s["ready_s"], ".2f"),
@@ -36,10 +41,14 @@ def recovery_command(
         Literal["kill", "stop", "spin"], option("SIGKILL, SIGSTOP, or a main thread that spins for ever.")
     ] = "kill",
     whom: Annotated[
-        Literal["server", "model", "attention", "prefill"],
-        option("The server (rank 0), or the last worker of a kind."),
+        str,
+        option(
+            f"Of {', '.join(WHOM)}: rank 0, or the last worker of a kind; several in turn: model,prefill."
+        ),
     ] = "server",
-    times: Annotated[int, option("Faults, one after another.", min=1)] = 2,
+    times: Annotated[
+        int | None, option("Faults, one after another. Default: two of each in --whom.", min=1)
+    ] = None,
     streams: Annotated[int, option("Requests at once.", min=1)] = 8,
     input_len: model_options.InputLen = 250,
     output_len: model_options.OutputLen = 200,
@@ -60,6 +69,9 @@ def recovery_command(
     from jaxlamina.bench.loads import Size
 
     words = list(command or ["serve"])
+    struck = named("--whom", whom, WHOM)
+    if not struck:
+        raise UserError(f"--whom {whom!r} names nobody; give one or more of {', '.join(WHOM)}")
     load = recovery_bench.RecoveryLoad(streams, Size(input_len, output_len), written)
     line = recovery_bench.supervised_command(words)
     where = machine.describe(["aiohttp"])
@@ -68,26 +80,26 @@ def recovery_command(
             line,
             load,
             fault=strike,
-            whom=whom,
-            times=times,
+            whom=struck,
+            times=times or 2 * len(struck),
             deadline_s=deadline,
             standing_by_s=standing_by,
             on_progress=on_progress,
         )
     rows = [asdict(one) | {"median_s": one.median_s, "last_s": one.last_s} for one in found]
-    middle = _medians(rows)
+    middle = _medians(rows) if len(struck) == 1 else None  # of different processes there is no middle
     record: dict[str, Any] = {
         "command": words,
         "strike": strike,
-        "whom": whom,
+        "whom": struck,
         "streams": asdict(load),
         "standing_by_s": standing_by,
         "faults": rows,
         "failed": failed,
     }
-    shown = [*rows, middle | {"cause": "median"}] if len(rows) > 1 else rows
+    shown = [*rows, middle | {"whom": "", "cause": "median"}] if middle and len(rows) > 1 else rows
     note = (
-        f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "
+        f"Seconds after the fault ({strike}). {streams} streams of {input_len} prompt tokens had "
         f"written {written} tokens or more. Brought: kept KV, and how long hosts were at it."
     )
     starts = [
@@ -113,7 +125,7 @@ def _phases(start_s: Mapping[str, float]) -> str:
 def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each number."""
     found: dict[str, Any] = {}
-    for name in rows[0].keys() - {"cause", "said", "next_s", "start_s"}:
+    for name in rows[0].keys() - {"whom", "cause", "said", "next_s", "start_s"}:
         values = [row[name] for row in rows if row[name] is not None]
         found[name] = median(values) if values else None
     return found
