@@ -235,6 +235,12 @@ def not_written_to_cache() -> contextlib.AbstractContextManager[None]:
     return config.persistent_cache_min_compile_time_secs(float("inf"))
 
 
+def with_effects(compiled: jax.stages.Compiled) -> Callable[..., Any]:
+    """Calls of a program with ordered effects, as those of MPI are. When it is called by itself a second
+    time, JAX (0.10 to 0.12) leaves out the tokens that order them, and XLA refuses the call."""
+    return lambda *args: compiled.call(compiled._params, *args)[0]
+
+
 def find_gpu_runtime() -> None:
     """Tells XLA where the functions are that Mosaic GPU kernels call, as lowering one does: for programs with
     such kernels that come from disk into a process that has lowered none."""

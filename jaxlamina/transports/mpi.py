@@ -19,6 +19,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import SPAN, Sent, Transport, compiler_options
 from jaxlamina.transports.exchanges import mpi_exchanges
+from pallas_kernels import compat
 from pallas_kernels.order import tied
 
 # MPI has no such types: their bits travel.
@@ -116,10 +117,8 @@ class MpiTransport(Transport):
         here = jax.sharding.SingleDeviceSharding(self.device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
         options = compiler_options(self.device, self.traceable, behind)
-        jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), compiler_options=options)
-        # compiling traces it once more, which is this thread's affair
-        program = MpiProgram(jitted, shapes, self.rank)
-        return lambda: program
+        lowered = jax.jit(function, donate_argnums=tuple(donate_argnums)).lower(*shapes)
+        return lambda: MpiProgram(lowered.compile(compiler_options=options), self.rank)
 
     def name_of(self, *what: object) -> str | None:
         return None  # a program has its communicators' addresses
@@ -132,19 +131,17 @@ class MpiTransport(Transport):
 
 
 class MpiProgram:
-    """A jitted function: its lowered form is compiled for its list alone, since such objects fail at a second
-    call."""
+    """A compiled program whose calls of MPI are in order, also with those of other programs."""
 
-    def __init__(self, jitted: Any, args: tuple[Any, ...], rank: int) -> None:
-        self._jitted, self._args = jitted, args
+    def __init__(self, compiled: jax.stages.Compiled, rank: int) -> None:
+        self._compiled, self._call = compiled, compat.with_effects(compiled)
         self._exchanges = mpi_exchanges(self.hlo(), rank)
 
     def __call__(self, *args: Any) -> Any:
-        return self._jitted(*args)
+        return self._call(*args)
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self._exchanges
 
     def hlo(self) -> str:
-        text: str = self._jitted.lower(*self._args).compile().as_text()
-        return text
+        return self._compiled.as_text() or ""
