@@ -339,11 +339,13 @@ def test_sources_of_a_slices_parameters() -> None:
     assert n_known and n_views
 
 
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dop: Any, **cluster: Any) -> list[dict[str, Any]]:
+def jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, dop: Any, **cluster: Any
+) -> list[dict[str, Any]]:
     # One of JAX's, too: XLA for CPUs cannot write a program that it has read there.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     scenario = [("greedy", {"model": "llama", "n_tokens": 12})]
-    return [found for _ in range(2) for found in run_job("xla", dop, scenario, **cluster)]
+    return [found for _ in range(2) for found in run_job(transport, dop, scenario, **cluster)]
 
 
 def of_rank_0(programs: list[str]) -> set[str]:
@@ -353,20 +355,32 @@ def of_rank_0(programs: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("dop", "cluster"),
+    ("transport", "dop", "cluster"),
     [
-        ((1, 2), {}),
-        pytest.param((1, 2), {"partition": "requests"}, marks=pytest.mark.slow),
-        pytest.param((2, 1), {"tensor_parallel": 2}, marks=pytest.mark.slow),
-        pytest.param((2, 1), {"pipeline_parallel": 2}, marks=pytest.mark.slow),
-        pytest.param((1, 1), {"prefill_workers": 1}, marks=pytest.mark.slow),
-        pytest.param((1, 1), {"n_batches": 2}, marks=pytest.mark.slow),
+        ("xla", (1, 2), {}),
+        pytest.param("xla", (1, 2), {"partition": "requests"}, marks=pytest.mark.slow),
+        pytest.param("xla", (2, 1), {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("xla", (2, 1), {"pipeline_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("xla", (1, 1), {"prefill_workers": 1}, marks=pytest.mark.slow),
+        pytest.param("xla", (1, 1), {"n_batches": 2}, marks=pytest.mark.slow),
+        pytest.param("mpi", (1, 2), {}, marks=pytest.mark.mpi),
+        pytest.param("mpi", (2, 1), {}, marks=[pytest.mark.mpi, pytest.mark.slow]),
+        pytest.param("mpi", (1, 1), {"prefill_workers": 1}, marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],
 )
 def test_a_second_job_traces_none_of_rank_0s_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dop: Any, cluster: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, dop: Any, cluster: dict[str, Any]
 ) -> None:
-    first, second = jobs(tmp_path, monkeypatch, dop, **cluster)
+    first, second = jobs(tmp_path, monkeypatch, transport, dop, **cluster)
     assert first["same"] and second["same"]
     assert first["programs"] == second["programs"]
     assert first["n_kept"] == 0 and second["n_kept"] == len(of_rank_0(second["programs"]))
+
+
+@pytest.mark.mpi
+def test_without_native_code_programs_that_call_mpi_are_good_for_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXLAMINA_CPU_KERNELS", "off")
+    first, second = jobs(tmp_path, monkeypatch, "mpi", (1, 1))
+    assert first["same"] and second["same"] and first["n_kept"] == second["n_kept"] == 0

@@ -19,7 +19,7 @@ from jaxlamina.transports.scopes import Scope, scope_in
 from pallas_kernels.gpu.mail import Ring
 
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
-_TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
+_TARGET = re.compile(r'custom_call_target="(?:jaxlamina_)?mpi_(\w+?)_ffi"')
 # A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced
 # in.
 _BY_MEMORY = re.compile(r".*exchange/(put|take|sum)\.([\d-]+)/")
@@ -259,8 +259,8 @@ def _mpi(
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     if not target:
         return ()
-    call, communicator = target[1], _integer(i, "comm")
-    if world is not None and communicator != world:
+    call = target[1]
+    if world is not None and _integer(i, "comm") != world:
         return ()
     operands = [array for name in i.operands for array in others[name].arrays]
     if call in ("send", "recv", "sendrecv"):
@@ -278,7 +278,7 @@ def _mpi(
 
 
 def _integer(i: Instruction, name: str) -> int:
-    found = re.search(rf"[{{\s,]{name} = (-?\d+) : i64", i.attributes)
+    found = re.search(rf"[{{\s,]{name} = (-?\d+) : i(?:32|64)", i.attributes)
     if not found:
         raise ValueError(
             f"no {name} in the MPI call {i.name!r}: this version of mpi4jax writes it differently"

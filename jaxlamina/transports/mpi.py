@@ -7,6 +7,7 @@ MPI orders after the send, does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ import numpy as np
 from jax import lax
 
 from jaxlamina.errors import UserError
+from jaxlamina.process import kept_programs
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import SPAN, Sent, Transport, compiler_options
 from jaxlamina.transports.exchanges import mpi_exchanges
+from jaxlamina.transports.mpi_places import MpiPlaces
 from pallas_kernels import compat
 from pallas_kernels.order import tied
 
+_log = logging.getLogger("jaxlamina")
 # MPI has no such types: their bits travel.
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 _ITS_OWN = {
@@ -51,12 +55,22 @@ class MpiTransport(Transport):
             ) from error
         self._mpi, self._sum = mpi4jax, MPI.SUM
         self._world, self._self = MPI.COMM_WORLD.Clone(), MPI.COMM_SELF
+        self.n_kept = 0
+        """Programs that came from an earlier process."""
         found = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         if found != (rank, n_ranks):
             raise UserError(
                 f"MPI says rank {found[0]} of {found[1]}, the cluster rank {rank} of {n_ranks}: start the "
                 f"ranks with mpirun -n {n_ranks}"
             )
+        self._places = self._of_any_process()
+
+    def _of_any_process(self) -> MpiPlaces | None:
+        try:
+            return MpiPlaces(self.device, [self._world, self._self])
+        except (ImportError, AttributeError, LookupError) as error:  # another mpi4jax, or no native library
+            _log.info("programs that call MPI are compiled anew in each process: %s", error)
+            return None
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Sent:
         return self.send_each([x], [to], after)
@@ -113,15 +127,40 @@ class MpiTransport(Transport):
         behind: bool = False,
         keep: tuple[str, Any] | None = None,
     ) -> Callable[[], MpiProgram]:
-        assert keep is None
         here = jax.sharding.SingleDeviceSharding(self.device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
         options = compiler_options(self.device, self.traceable, behind)
         lowered = jax.jit(function, donate_argnums=tuple(donate_argnums)).lower(*shapes)
-        return lambda: MpiProgram(lowered.compile(compiler_options=options), self.rank)
+        if self._places is not None:
+            self._places.put_into(lowered)
+
+        def compiles() -> MpiProgram:
+            if keep is None:
+                return self._program(lowered.compile(compiler_options=options))
+            compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
+            program, (name, note) = self._program(compiled), keep
+            if can_be_kept:
+                kept_programs.save(name, compiled, (program.exchanges(), note))
+            return program
+
+        return compiles
+
+    def _program(self, compiled: jax.stages.Compiled) -> MpiProgram:
+        return MpiProgram(compiled, mpi_exchanges(compiled.as_text() or "", self.rank))
 
     def name_of(self, *what: object) -> str | None:
-        return None  # a program has its communicators' addresses
+        if self._places is None:
+            return None  # a program has its communicators' addresses
+        made_for = self.name, self.rank, self._places.made_by, self.traceable
+        return kept_programs.name_of(self.device, made_for, *what)
+
+    def kept(self, name: str) -> tuple[MpiProgram, Any] | None:
+        found = kept_programs.load(name, [self.device])
+        if found is None:
+            return None
+        self.n_kept += 1
+        compiled, (exchanges, note) = found
+        return MpiProgram(compiled, exchanges), note
 
     def bind(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)
@@ -133,9 +172,9 @@ class MpiTransport(Transport):
 class MpiProgram:
     """A compiled program whose calls of MPI are in order, also with those of other programs."""
 
-    def __init__(self, compiled: jax.stages.Compiled, rank: int) -> None:
+    def __init__(self, compiled: jax.stages.Compiled, exchanges: tuple[Exchange, ...]) -> None:
         self._compiled, self._call = compiled, compat.with_effects(compiled)
-        self._exchanges = mpi_exchanges(self.hlo(), rank)
+        self._exchanges = exchanges
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)

@@ -80,7 +80,7 @@ def build(to: Path = LIBRARY) -> Path:
             for source in ("kernel.cc", "product_kernel.cc")
             for name, flags in levels.items()
         ]
-        jobs += [(source, ["-isystem", str(include)]) for source in ("attention.cc", "products.cc")]
+        jobs += [(source, ["-isystem", str(include)]) for source in ("attention.cc", "products.cc", "forward.cc")]
 
         def compiled(n: int) -> str:
             source, flags = jobs[n]
