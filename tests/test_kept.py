@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,7 @@ from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.pinned_pieces import PinnedPieces
+from jaxlamina.workers.populating_writers import PopulatingWriters
 from jaxlamina.workers.spec import AttentionSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -269,12 +271,15 @@ def test_what_is_lost_is_not_found_and_where_it_was_to_be_is_left_alone():
 
 @contextlib.contextmanager
 def full(n_bytes):
-    """Files may not grow beyond it, as where there is no memory for more."""
+    """Files may not grow beyond it, as where there is no memory for more. That limit is one of system calls
+    alone, so nothing is written by a mapping (`tests/test_populating_writers.py` has a file system that is
+    full)."""
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
-        yield
+        with patch.object(PopulatingWriters, "populate", lambda memory: False):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
@@ -315,15 +320,19 @@ def test_a_store_is_found_again_and_another_is_not(tmp_path):
     other.close()
 
 
+@pytest.mark.parametrize(("n_writers", "n_parts"), [(1, 2), (1, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("at_once", [1, 24, 100, 2**23])
-def test_rows_are_where_they_belong_however_many_are_written_at_once(at_once, monkeypatch):
+def test_rows_are_where_they_belong_however_many_are_written_at_once(
+    at_once, n_writers, n_parts, monkeypatch
+):
     """Places in stretches, single ones, and in any order."""
     monkeypatch.setattr("jaxlamina.workers.kept_kv._AT_ONCE_BYTES", at_once)
-    store = KeptKV(None, 24, "one", 60, 1)
+    store = KeptKV(None, 24, "one", 60, 1, n_writers=n_writers)
     rng, expected = np.random.default_rng(3), np.zeros((60, 24), np.uint8)
     for i, places in enumerate(([*range(10, 40)], [5, 6, 9, 41, 40], rng.permutation(60)[:20].tolist())):
         values = rows(len(places), i)
-        store.put(np.asarray(places), np.ones(len(places), np.uint64), [values[:, :10], values[:, 10:]])
+        parts = [values] if n_parts == 1 else [values[:, :10], values[:, 10:]]
+        store.put(np.asarray(places), np.ones(len(places), np.uint64), parts)
         expected[places] = values
     marked = np.flatnonzero(store.marks)
     assert (store.rows_at(marked) == expected[marked]).all() and len(marked) >= 30
@@ -602,8 +611,8 @@ def test_what_a_spare_has_pinned_comes_back_with_the_rest(monkeypatch, platform)
         before.kept.close()
 
 
-def write_for_ever(path, ready):
-    store = KeptKV(path, 2**16, "one", 64, 1)
+def write_for_ever(path, ready, n_writers):
+    store = KeptKV(path, 2**16, "one", 64, 1, n_writers=n_writers)
     n = 0
     while True:
         n += 1
@@ -613,10 +622,11 @@ def write_for_ever(path, ready):
         ready.set()
 
 
-def test_a_process_that_is_killed_leaves_no_place_that_says_what_it_has_not(tmp_path):
+@pytest.mark.parametrize("n_writers", [1, 4])
+def test_a_process_that_is_killed_leaves_no_place_that_says_what_it_has_not(n_writers, tmp_path):
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    process = context.Process(target=write_for_ever, args=(tmp_path / "0.kv", ready), daemon=True)
+    process = context.Process(target=write_for_ever, args=(tmp_path / "0.kv", ready, n_writers), daemon=True)
     process.start()
     assert ready.wait(60)
     time.sleep(0.3)

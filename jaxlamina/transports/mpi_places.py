@@ -62,7 +62,8 @@ class MpiPlaces:
 
     def put_into(self, lowered: jax.stages.Lowered) -> None:
         """Changes what was lowered. `LookupError` for a call that has something else."""
-        ir, module = compat.ir, lowered.compiler_ir("stablehlo")
+        ir = compat.ir
+        module: Any = lowered.compiler_ir("stablehlo")
 
         def put(operation: Any) -> Any:
             attributes = operation.attributes

@@ -31,6 +31,7 @@ from jaxlamina.process import kept_folders
 from jaxlamina.process.cuda_driver import CudaError
 from jaxlamina.process.host_memory import boot_id, host_free_bytes, is_full, memory_folder
 from jaxlamina.workers.pinned_pieces import PinnedPieces, Pins, runs
+from jaxlamina.workers.populating_writers import N_WRITERS, PopulatingWriters
 
 FRACTION = 0.25
 """Of the memory that is free, for KV that is kept, where nobody says how much."""
@@ -147,7 +148,7 @@ class KeptKV:
     places as it has. ``n_places``: of a new one, as far as there is memory for them: a ``fraction`` of what
     is free, of which ``n_sharing`` files of this host have an equal part each; there may be none. ``ahead``:
     of the same path. ``changed`` is set whenever something was put. One that this process wrote to before is
-    closed first.
+    closed first. ``n_writers``: threads beside its own that write, 1 for none.
 
     Where memory is full, what `later` was to keep is `lost`, and a line of the log says so once. What was
     kept before stays. Its thread keeps it alive, so it is to be closed, or to `end_with` something.
@@ -162,6 +163,7 @@ class KeptKV:
         n_sharing: int,
         ahead: MappedAhead | None = None,
         fraction: float = FRACTION,
+        n_writers: int = N_WRITERS,
     ) -> None:
         self._fraction = fraction
         self.row_bytes = row_bytes
@@ -182,7 +184,8 @@ class KeptKV:
         except (OSError, MemoryError) as error:
             self._say_full(error, n_places, "No KV is kept here, and a recovery computes it again")
             self.n_places, whole = 0, np.empty(_n_bytes(0, row_bytes), np.uint8)
-        at = _n_bytes(self.n_places, 0)
+        self._whole, at = whole, _n_bytes(self.n_places, 0)
+        self._writers = PopulatingWriters(n_writers) if n_writers > 1 else None
         self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
         self._data = whole[at:].reshape(self.n_places, row_bytes)
         self.changed = threading.Event()
@@ -229,9 +232,8 @@ class KeptKV:
         marks: UInt64[np.ndarray, " n"],
         parts: Sequence[Shaped[np.ndarray, "n ..."]],
     ) -> None:
-        """Keeps a token's KV in each of ``places``: of each of ``parts`` a row. Written by `os.pwrite`: where
-        the file has no memory left that is an error, and a write to the mapping would end the process; and
-        pages are not touched for the first time one by one."""
+        """Keeps a token's KV in each of ``places``: of each of ``parts`` a row. Where the file has no memory
+        left that is an error, which a plain write to the mapping would end the process for."""
         self._check()
         if not len(places):
             return
@@ -239,9 +241,13 @@ class KeptKV:
         which = _in_a_row(places)
         with self._putting:
             self.marks[which] = 0
-            for first in range(0, len(places), self._n_rows_at_once):
-                piece = slice(first, first + self._n_rows_at_once)
-                self._write_rows(places[piece], self._joined([part[piece] for part in parts]))
+            n = self._n_rows_at_once
+            pieces = [slice(first, first + n) for first in range(0, len(places), n)]
+            if self._writers is not None and len(parts) == 1:
+                self._writers.run([partial(self._write_rows, places[x], parts[0][x]) for x in pieces])
+            else:
+                for x in pieces:
+                    self._write_rows(places[x], self._joined([part[x] for part in parts]))
             self.marks[which] = marks
         self.changed.set()
 
@@ -258,7 +264,12 @@ class KeptKV:
     def _write_rows(self, places: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
         for first, stop in runs(places):
             at = _n_bytes(self.n_places, 0) + int(places[first]) * self.row_bytes
-            _write_all(self._file, memoryview(rows[first:stop].data).cast("B"), at)
+            run = rows[first:stop].reshape(-1)
+            to = self._whole[at : at + len(run)]
+            if self._writers is not None and self._writers.populate(to):
+                np.copyto(to, run)
+            else:
+                _write_all(self._file, memoryview(run.data), at)
 
     def copied(self, places: Int[np.ndarray, " n"]) -> Copied:
         """What is at those of ``places`` that hold something, and that nobody wrote to meanwhile; in any
@@ -366,6 +377,8 @@ class KeptKV:
                 self._n_written += len(waiting.places)
                 self._progress.notify_all()
         self._failed = self._failed or ValueError("what kept KV is closed")
+        if self._writers is not None:
+            self._writers.close()
         if self._pinned is not None:
             self._try(self._pinned.release)
         os.close(self._file)
