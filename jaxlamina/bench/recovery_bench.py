@@ -220,6 +220,10 @@ class _Bench:
         next_s = tuple(next(t for t in s.token_s if t > ready_s) - struck_s for s in streams)
         metrics = await self._metrics(http)
         after = _counters(metrics)
+        n_recomputed = int(after["n_recomputed"] - before["n_recomputed"])
+        times = f"noticed after {noticed_s - struck_s:.2f} s, ready after {ready_s - struck_s:.2f}"
+        on = f"all streams went on after {max(next_s):.2f}; {n_recomputed} tokens computed again"
+        self._on_progress(f"{self.fault}: {times}, {on}")
         spare_s = None
         if self._standing_by_s is not None:
             for task in asked:  # what they would write yet shows nothing
@@ -236,7 +240,7 @@ class _Bench:
             brought_bytes=after["brought_bytes"],  # of a job that is new
             brought_s=after["brought_s"],
             next_s=next_s,
-            n_recomputed=int(after["n_recomputed"] - before["n_recomputed"]),
+            n_recomputed=n_recomputed,
             n_tokens=n_tokens,
             spare_s=spare_s,
             start_s=_start_s(metrics),
