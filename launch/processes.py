@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, WRONG
 from jaxlamina.process import ending
+from jaxlamina.process.descendants import descendants
 from jaxlamina.process.parents import end_with_parent
 
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
@@ -96,6 +97,11 @@ class _Reason:
     def has_spoken(self, rank: int) -> bool:
         return any(report.by == rank for report in self.reports)
 
+    def silent(self) -> list[int]:
+        """Those that others have lost, and that have said nothing: whose exit code says no more."""
+        about = dict.fromkeys(report.about for report in self.reports)
+        return [rank for rank in about if not self.has_spoken(rank)]
+
     def in_order(self) -> list[str]:
         """All lines, each once, the one of the rank that began it last."""
         if not self.reports:
@@ -132,8 +138,9 @@ class Job:
     - ``begin_s``: rank 0 must have begun, on this host, after so many seconds.
     - ``is_supervised``: clients wait for the job to be started again. Once a rank has failed, the others have
       half a second, and are killed then: one that stands still hears nothing. (mpirun ends them in an order
-      of its own, and must not be told to meanwhile.) What has ended need not be gone at the end, as the
-      supervisor sees to it. A GPU's memory takes the kernel a second.
+      of its own, and must not be told to meanwhile. It goes on for a second once none of them is left, and
+      is killed then.) What has ended need not be gone at the end, as the supervisor sees to it. A GPU's
+      memory takes the kernel a second.
     """
 
     def __init__(
@@ -284,6 +291,8 @@ class Job:
                 self._ended(running, now)
         if self._reason.reports and self._deadline is None:
             self._deadline = now + self._failed_grace_s  # a rank that has written its line is about to end
+        if self._is_supervised and self._pipes and self._reason.silent() and not self._ranks_left():
+            self._end_mpirun()
         if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
             self._ask_to_end(now + self._end_s)
         if self._begin_by is not None and now > self._begin_by:
@@ -296,6 +305,31 @@ class Job:
             self._end_all(now)
         if self._kill_at is not None and now > self._kill_at:
             self._kill_all()
+
+    def _ranks_left(self) -> bool:
+        """Whether a process that mpirun has started runs."""
+        [mpirun] = self._running
+        try:
+            below = descendants(mpirun.process.pid)
+        except OSError:
+            return True
+        return any(ending.exit_code(pid, ending.began(pid)) is None for pid in below)
+
+    def _end_mpirun(self) -> None:
+        """What it would have said of a rank that was killed, as far as it can be known without it."""
+        [mpirun] = self._running
+        if mpirun.told or mpirun.code is not None:
+            return
+        while self._pump(0):  # words that are in a pipe yet
+            pass
+        what = "ended without a word; if nobody killed it, its host ran out of memory"
+        if not (silent := self._reason.silent()):
+            return
+        for rank in silent:
+            self._reason.add(_Report(rank, rank, f"error: {self._describe(rank)}: {what}", killed=True))
+        mpirun.told = True
+        mpirun.process.kill()
+        self._code = self._code or FAILED
 
     def _not_begun(self) -> None:
         line = (

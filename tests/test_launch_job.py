@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import why_no_mpi
 
+from jaxlamina.server.pieces import SECRET
 from launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -366,6 +367,51 @@ def test_a_killed_mpirun_is_named_and_leaves_nothing(tmp_path):
     code, _, err = finish(process)
     killed = "error: mpirun, which had started the ranks, was killed by SIGKILL; if nobody did that, its host"
     assert code == 3 and err[-1] == f"{killed} ran out of memory"
+    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vader_segment")}
+    assert not left and not list((tmp_path / "tmp").iterdir())
+
+
+LOSES_RANK_1 = """
+import os, signal, sys, time
+from mpi4py import MPI
+def main(cluster, rank):
+    MPI.COMM_WORLD.Barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun's, which may be first
+    time.sleep(0.2)
+    print("error: rank 1 (attention worker 0) has gone", file=sys.stderr, flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_a_supervisor_does_not_wait_for_mpirun_when_all_ranks_have_ended(tmp_path, is_supervised):
+    """It goes on for a second, and only then says how a rank has ended."""
+    (tmp_path / "loses_rank_1.py").write_text(LOSES_RANK_1)
+    (tmp_path / "tmp").mkdir()
+    before = set(os.listdir("/dev/shm"))
+    supervised = {SECRET: "secret"} if is_supervised else {}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.local", "--set", "transport=mpi", "--module", "loses_rank_1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ
+        | supervised
+        | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path / "tmp"), "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+    )
+    code, _, err = finish(process)
+    how = (
+        "ended without a word; if nobody killed it"
+        if is_supervised
+        else "killed by SIGKILL; if nobody did that"
+    )
+    assert (
+        code == 3 and err[-1] == f"error: rank 1 (attention worker 0): {how}, its host ran out of memory"
+    ), err
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vader_segment")}
     assert not left and not list((tmp_path / "tmp").iterdir())
 
