@@ -98,9 +98,11 @@ class _Reason:
         return any(report.by == rank for report in self.reports)
 
     def silent(self) -> list[int]:
-        """Those that others have lost, and that have said nothing: whose exit code says no more."""
-        about = dict.fromkeys(report.about for report in self.reports)
-        return [rank for rank in about if not self.has_spoken(rank)]
+        """Those that others have lost, and that have said nothing; none where one has said of itself why it
+        ends, as that may have begun it, and its exit code counts."""
+        if any(report.by == report.about for report in self.reports):
+            return []
+        return [rank for rank in dict.fromkeys(r.about for r in self.reports) if not self.has_spoken(rank)]
 
     def in_order(self) -> list[str]:
         """All lines, each once, the one of the rank that began it last."""
@@ -307,26 +309,28 @@ class Job:
             self._kill_all()
 
     def _ranks_left(self) -> bool:
-        """Whether a process that mpirun has started runs."""
+        """Whether a process that mpirun has started runs, or nobody says."""
         [mpirun] = self._running
+        pid = mpirun.process.pid
         try:
-            below = descendants(mpirun.process.pid)
+            Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            below = descendants(pid)
         except OSError:
             return True
         return any(ending.exit_code(pid, ending.began(pid)) is None for pid in below)
 
     def _end_mpirun(self) -> None:
-        """What it would have said of a rank that was killed, as far as it can be known without it."""
+        """What it would have said of a rank that is lost, as far as it can be known without it."""
         [mpirun] = self._running
         if mpirun.told or mpirun.code is not None:
             return
         while self._pump(0):  # words that are in a pipe yet
             pass
-        what = "ended without a word; if nobody killed it, its host ran out of memory"
+        what = "ended without a word: it was killed, or it crashed"
         if not (silent := self._reason.silent()):
             return
         for rank in silent:
-            self._reason.add(_Report(rank, rank, f"error: {self._describe(rank)}: {what}", killed=True))
+            self._reason.add(_Report(rank, rank, f"error: {self._describe(rank)}: {what}"))
         mpirun.told = True
         mpirun.process.kill()
         self._code = self._code or FAILED

@@ -339,6 +339,28 @@ def test_rows_are_where_they_belong_however_many_are_written_at_once(
     store.close()
 
 
+@pytest.mark.parametrize("n_writers", [1, 4])
+def test_what_is_put_while_it_is_closed_is_written_or_refused(n_writers):
+    for _ in range(5):
+        store = KeptKV(None, 2**16, "one", 64, 1, n_writers=n_writers)
+        places, values = np.arange(64), np.ones((64, 2**16), np.uint8)
+        refused = []
+
+        def put(store=store, places=places, values=values, refused=refused):
+            try:
+                while True:
+                    store.put(places, np.ones(64, np.uint64), [values])
+            except ValueError as error:
+                refused.append(str(error))
+
+        thread = threading.Thread(target=put, daemon=True)
+        thread.start()
+        wait_until(lambda store=store: store.marks.any(), 60)
+        store.close()
+        thread.join(60)
+        assert refused == ["what kept KV is closed"] and store.marks.all()
+
+
 def test_what_fails_to_be_written_is_heard_of(tmp_path):
     store = KeptKV(None, 24, "one", 4, 1)
 

@@ -240,6 +240,7 @@ class KeptKV:
         parts = [np.ascontiguousarray(part).reshape(len(places), -1).view(np.uint8) for part in parts]
         which = _in_a_row(places)
         with self._putting:
+            self._check()
             self.marks[which] = 0
             n = self._n_rows_at_once
             pieces = [slice(first, first + n) for first in range(0, len(places), n)]
@@ -376,12 +377,13 @@ class KeptKV:
             with self._progress:
                 self._n_written += len(waiting.places)
                 self._progress.notify_all()
-        self._failed = self._failed or ValueError("what kept KV is closed")
-        if self._writers is not None:
-            self._writers.close()
-        if self._pinned is not None:
-            self._try(self._pinned.release)
-        os.close(self._file)
+        with self._putting:  # another thread may be at `put`
+            self._failed = self._failed or ValueError("what kept KV is closed")
+            if self._writers is not None:
+                self._writers.close()
+            if self._pinned is not None:
+                self._try(self._pinned.release)
+            os.close(self._file)
 
     def _put_or_lose(self, waiting: _Later) -> None:
         try:
