@@ -80,7 +80,8 @@ def build(to: Path = LIBRARY) -> Path:
             for source in ("kernel.cc", "product_kernel.cc")
             for name, flags in levels.items()
         ]
-        jobs += [(source, ["-isystem", str(include)]) for source in ("attention.cc", "products.cc", "forward.cc")]
+        ours = ("attention.cc", "products.cc", "forward.cc")
+        jobs += [(source, ["-isystem", str(include)]) for source in ours]
 
         def compiled(n: int) -> str:
             source, flags = jobs[n]
