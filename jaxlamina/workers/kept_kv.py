@@ -245,7 +245,7 @@ class KeptKV:
             n = self._n_rows_at_once
             pieces = [slice(first, first + n) for first in range(0, len(places), n)]
             if self._writers is not None and len(parts) == 1:
-                self._writers.run([partial(self._write_rows, places[x], parts[0][x]) for x in pieces])
+                self._writers.run([partial(self._write_rows, places[x], parts[0][x], True) for x in pieces])
             else:
                 for x in pieces:
                     self._write_rows(places[x], self._joined([part[x] for part in parts]))
@@ -262,12 +262,15 @@ class KeptKV:
             at += part.shape[1]
         return rows
 
-    def _write_rows(self, places: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+    def _write_rows(
+        self, places: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"], by_mapping: bool = False
+    ) -> None:
+        """``by_mapping``: for one of several threads."""
         for first, stop in runs(places):
             at = _n_bytes(self.n_places, 0) + int(places[first]) * self.row_bytes
             run = rows[first:stop].reshape(-1)
             to = self._whole[at : at + len(run)]
-            if self._writers is not None and self._writers.populate(to):
+            if by_mapping and PopulatingWriters.populate(to):
                 np.copyto(to, run)
             else:
                 _write_all(self._file, memoryview(run.data), at)

@@ -18,14 +18,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 N_WRITERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""So many that a GPU's host keeps up with it beside its other work (docs/findings.md)."""
+"""Four write twice as much to a new file as one, and a GPU's host has cores for them (docs/findings.md)."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 or later
 _libc = ctypes.CDLL(None)  # `mmap.madvise` holds Python up meanwhile
 
 
 class PopulatingWriters:
-    """``n`` threads that copy to a file's mapping, once the kernel has entered its pages there. To write by
-    system calls is slower: one at a time may write to a file."""
+    """``n`` threads."""
 
     def __init__(self, n: int) -> None:
         self._waiting: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
