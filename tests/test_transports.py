@@ -141,8 +141,8 @@ def test_a_program_is_called_again_with_its_own_results_and_donated_state(ranks)
         sent.append(x + i)
         x = 2 * (x + i)
         got.append(x)
-    assert answers[0] == {"seen": got, "state": 5.0}
-    assert answers[1] == {"seen": sent, "state": 5.0}
+    assert answers[0] == {"seen": got, "state": 5.0, "n_compiling": 0}
+    assert answers[1] == {"seen": sent, "state": 5.0, "n_compiling": 0}
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)

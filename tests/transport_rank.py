@@ -164,7 +164,8 @@ def each(t: Transport, request: dict[str, Any]) -> Any:
 
 
 def again(t: Transport, request: dict[str, Any]) -> Any:
-    """A program with donated state that is called many times, its results given to the next call."""
+    """A program with donated state that is called many times, its results given to the next call; and how
+    often something was traced or compiled for that."""
     peer = (t.rank + 1) % 2
 
     def lead(x: jax.Array, state: jax.Array) -> Any:
@@ -180,12 +181,15 @@ def again(t: Transport, request: dict[str, Any]) -> Any:
         return None
     x, state = jnp.full((4,), 1.0), t.bind(jnp.zeros((4,)))
     program = t.compile(lead if t.rank == 0 else follow, x, state, donate_argnums=(1,))
-    seen = []
+    seen, events, n_compiling = list[float](), list[str](), 0
+    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: events.append(name))
     for _ in range(5):
+        events.clear()
         out, state = program(x, state)
+        n_compiling += sum("/compile/" in name for name in events)
         x = t.unbind(out)
         seen.append(float(x[0]))
-    return {"seen": seen, "state": float(np.asarray(t.unbind(state))[0])}
+    return {"seen": seen, "state": float(np.asarray(t.unbind(state))[0]), "n_compiling": n_compiling}
 
 
 def after(t: Transport, request: dict[str, Any]) -> Any:
