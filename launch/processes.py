@@ -293,8 +293,8 @@ class Job:
                 self._ended(running, now)
         if self._reason.reports and self._deadline is None:
             self._deadline = now + self._failed_grace_s  # a rank that has written its line is about to end
-        if self._is_supervised and self._pipes and self._reason.silent() and not self._ranks_left():
-            self._end_mpirun()
+        if self._is_supervised and self._pipes and self._reason.silent():
+            self._end_mpirun_alone()
         if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
             self._ask_to_end(now + self._end_s)
         if self._begin_by is not None and now > self._begin_by:
@@ -308,27 +308,17 @@ class Job:
         if self._kill_at is not None and now > self._kill_at:
             self._kill_all()
 
-    def _ranks_left(self) -> bool:
-        """Whether a process that mpirun has started runs, or nobody says."""
+    def _end_mpirun_alone(self) -> None:
+        """If none of its ranks runs. What it would have said of one that is lost is said as far as it can be
+        known without it."""
         [mpirun] = self._running
-        pid = mpirun.process.pid
-        try:
-            Path(f"/proc/{pid}/task/{pid}/children").read_text()
-            below = descendants(pid)
-        except OSError:
-            return True
-        return any(ending.exit_code(pid, ending.began(pid)) is None for pid in below)
-
-    def _end_mpirun(self) -> None:
-        """What it would have said of a rank that is lost, as far as it can be known without it."""
-        [mpirun] = self._running
-        if mpirun.told or mpirun.code is not None:
+        if mpirun.told or mpirun.code is not None or _has_children(mpirun.process.pid):
             return
         while self._pump(0):  # words that are in a pipe yet
             pass
-        what = "ended without a word: it was killed, or it crashed"
         if not (silent := self._reason.silent()):
             return
+        what = "ended without a word: it was killed, or it crashed"
         for rank in silent:
             self._reason.add(_Report(rank, rank, f"error: {self._describe(rank)}: {what}"))
         mpirun.told = True
@@ -424,6 +414,16 @@ class Job:
             lines.append(self._killed_starter)
         for line in lines:
             _say(line)
+
+
+def _has_children(pid: int) -> bool:
+    """Whether a process below this one runs, or nobody says."""
+    try:
+        Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        below = descendants(pid)
+    except OSError:
+        return True
+    return any(ending.exit_code(one, ending.began(one)) is None for one in below)
 
 
 def _shown(rank: int | None, line: str) -> str:

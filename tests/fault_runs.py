@@ -317,7 +317,8 @@ class Run:
         if check.recoveries:
             least = 0 if check.streams_may_end else 1  # before the change
             n_stalls = self.counter("jaxlamina:recovery_stall_seconds_count", own)
-            assert min(n_stalls, self.counter("jaxlamina:resumed_requests_total", own)) >= least
+            n_resumed = self.counter("jaxlamina:resumed_requests_total", own)
+            assert min(n_stalls, n_resumed) >= least, f"{n_stalls=} {n_resumed=}{self.story()}"
         if check.recomputed_at_most is not None:
             # tests/faults/README.md says where the bound comes from.
             n = self.counter("jaxlamina:recomputed_tokens_total", own)

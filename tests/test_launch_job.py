@@ -308,6 +308,24 @@ def test_all_ranks_of_one_host_by_mpirun_end_with_the_line_of_the_one_that_faile
     assert "no GPU is left for this rank" in last
 
 
+def start_module(tmp_path, source, *changes, **variables):
+    """The real starter, of ranks that run ``source``."""
+    (tmp_path / "of_a_test.py").write_text(source)
+    words = [word for change in changes for word in ("--set", change)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.local", *words, "--module", "of_a_test"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "JAX_PLATFORMS": "cpu"} | variables,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def segments():
+    return {name for name in os.listdir("/dev/shm") if name.startswith("vader_segment")}
+
+
 DOES_NOT_MEET = """
 import sys, time
 from jaxlamina import ranks
@@ -319,17 +337,8 @@ def main(cluster, rank):
 
 
 def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(tmp_path):
-    (tmp_path / "does_not_meet.py").write_text(DOES_NOT_MEET)
     words = ["dop=1,2", "start_deadline_s=8", "model_platform=cpu", "attention_platform=cpu"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.local", *(x for word in words for x in ("--set", word))]
-        + ["--module", "does_not_meet"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-    )
+    process = start_module(tmp_path, DOES_NOT_MEET, *words)
     code, _, err = finish(process)
     missing = "(rank 2 (attention worker 1) did not come to it)"
     late = f"the ranks' first exchange was not done within 8 s {missing}"
@@ -349,17 +358,9 @@ def main(cluster, rank):
 @pytest.mark.mpi
 def test_a_killed_mpirun_is_named_and_leaves_nothing(tmp_path):
     assert why_no_mpi() is None
-    (tmp_path / "enters_mpi.py").write_text(ENTERS_MPI)
     (tmp_path / "tmp").mkdir()
-    before = set(os.listdir("/dev/shm"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.local", "--set", "transport=mpi", "--module", "enters_mpi"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path / "tmp")},
-        stdin=subprocess.DEVNULL,
-    )
+    before = segments()
+    process = start_module(tmp_path, ENTERS_MPI, "transport=mpi", TMPDIR=str(tmp_path / "tmp"))
     said = next(line for line in process.stderr if "among" in line)
     [folder] = (tmp_path / "tmp").glob("jaxlamina-mpi-*")
     assert [path.name for path in folder.iterdir() if path.name.startswith("ompi.")]
@@ -367,8 +368,7 @@ def test_a_killed_mpirun_is_named_and_leaves_nothing(tmp_path):
     code, _, err = finish(process)
     killed = "error: mpirun, which had started the ranks, was killed by SIGKILL; if nobody did that, its host"
     assert code == 3 and err[-1] == f"{killed} ran out of memory"
-    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vader_segment")}
-    assert not left and not list((tmp_path / "tmp").iterdir())
+    assert not segments() - before and not list((tmp_path / "tmp").iterdir())
 
 
 LOSES_RANK_1 = """
@@ -389,28 +389,18 @@ def main(cluster, rank):
 @pytest.mark.parametrize("is_supervised", [False, True])
 def test_a_supervisor_does_not_wait_for_mpirun_when_all_ranks_have_ended(tmp_path, is_supervised):
     """It goes on for a second, and only then says how a rank has ended."""
-    (tmp_path / "loses_rank_1.py").write_text(LOSES_RANK_1)
     (tmp_path / "tmp").mkdir()
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     supervised = {SECRET: "secret"} if is_supervised else {}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.local", "--set", "transport=mpi", "--module", "loses_rank_1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ
-        | supervised
-        | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path / "tmp"), "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-    )
+    variables = {"TMPDIR": str(tmp_path / "tmp")} | supervised
+    process = start_module(tmp_path, LOSES_RANK_1, "transport=mpi", **variables)
     code, _, err = finish(process)
     how = {
         True: "ended without a word: it was killed, or it crashed",
         False: "killed by SIGKILL; if nobody did",
     }
     assert code == 3 and err[-1].startswith(f"error: rank 1 (attention worker 0): {how[is_supervised]}"), err
-    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vader_segment")}
-    assert not left and not list((tmp_path / "tmp").iterdir())
+    assert not segments() - before and not list((tmp_path / "tmp").iterdir())
 
 
 ONE_SAYS_WHY = """
@@ -432,16 +422,7 @@ def main(cluster, rank):
 @pytest.mark.mpi
 def test_a_rank_that_says_why_is_heard_before_one_that_is_lost(tmp_path):
     """Also by a supervisor: mpirun ends the others, and its exit code is the first one's."""
-    (tmp_path / "one_says_why.py").write_text(ONE_SAYS_WHY)
-    words = ["--set", "dop=1,2", "--set", "transport=mpi", "--module", "one_says_why"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.local", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {SECRET: "secret", "PYTHONPATH": f"{ROOT}:{tmp_path}", "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-    )
+    process = start_module(tmp_path, ONE_SAYS_WHY, "dop=1,2", "transport=mpi", **{SECRET: "secret"})
     code, _, err = finish(process)
     assert code == 2 and err[-1].endswith("rank 1 (attention worker 0): kv_slots is not good"), err
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import combinations
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
 from jaxlamina.errors import UserError
+from jaxlamina.process import kept_programs
 from jaxlamina.steps.exchange import Exchange
 
 TRANSPORTS = ("mpi", "xla")
@@ -46,6 +47,9 @@ class Program(Protocol):
     def hlo(self) -> str:
         """The text of the compiled program, whose instructions' names are those of its events in a trace."""
         ...
+
+
+P = TypeVar("P", bound=Program)
 
 
 @runtime_checkable
@@ -169,6 +173,37 @@ class Transport(TracedEnd, Protocol):
         while others run. ``keep``: the name (`name_of`) under which the program is kept on disk, and a
         note."""
         ...
+
+    def compiled(
+        self,
+        lowered: jax.stages.Lowered,
+        options: Any,
+        keep: tuple[str, Any] | None,
+        program: Callable[[jax.stages.Compiled], P],
+    ) -> P:
+        """For ``compile_later``: what ``program`` makes of what was lowered, once that is compiled; kept on
+        disk where ``keep`` says so."""
+        if keep is None:
+            return program(lowered.compile(compiler_options=options))
+        compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
+        made, (name, note) = program(compiled), keep
+        if can_be_kept:
+            kept_programs.save(name, compiled, (made.exchanges(), note))
+        return made
+
+    def from_disk(
+        self,
+        name: str,
+        devices: Sequence[jax.Device],
+        program: Callable[[jax.stages.Compiled, tuple[Exchange, ...]], P],
+    ) -> tuple[P, Any] | None:
+        """For ``kept``, of a program for ``devices``."""
+        found = kept_programs.load(name, devices)
+        if found is None:
+            return None
+        self.n_kept += 1
+        compiled, (exchanges, note) = found
+        return program(compiled, exchanges), note
 
     def name_of(self, *what: object) -> str | None:
         """As `kept_programs.name_of`, of a program of this rank that exchanges; None where it is good for one

@@ -19,7 +19,9 @@ from jaxlamina.transports.scopes import Scope, scope_in
 from pallas_kernels.gpu.mail import Ring
 
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
-_TARGET = re.compile(r'custom_call_target="(?:jaxlamina_)?mpi_(\w+?)_ffi"')
+OURS = "jaxlamina_"
+"""Before mpi4jax's name of a call whose addresses are places (`mpi_places`)."""
+_TARGET = re.compile(rf'custom_call_target="(?:{OURS})?mpi_(\w+?)_ffi"')
 # A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced
 # in.
 _BY_MEMORY = re.compile(r".*exchange/(put|take|sum)\.([\d-]+)/")

@@ -55,8 +55,6 @@ class MpiTransport(Transport):
             ) from error
         self._mpi, self._sum = mpi4jax, MPI.SUM
         self._world, self._self = MPI.COMM_WORLD.Clone(), MPI.COMM_SELF
-        self.n_kept = 0
-        """Programs that came from an earlier process."""
         found = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         if found != (rank, n_ranks):
             raise UserError(
@@ -134,19 +132,10 @@ class MpiTransport(Transport):
         if self._places is not None:
             self._places.put_into(lowered)
 
-        def compiles() -> MpiProgram:
-            if keep is None:
-                return self._program(lowered.compile(compiler_options=options))
-            compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
-            program, (name, note) = self._program(compiled), keep
-            if can_be_kept:
-                kept_programs.save(name, compiled, (program.exchanges(), note))
-            return program
+        def made(compiled: jax.stages.Compiled) -> MpiProgram:
+            return MpiProgram(compiled, mpi_exchanges(compiled.as_text() or "", self.rank))
 
-        return compiles
-
-    def _program(self, compiled: jax.stages.Compiled) -> MpiProgram:
-        return MpiProgram(compiled, mpi_exchanges(compiled.as_text() or "", self.rank))
+        return lambda: self.compiled(lowered, options, keep, made)
 
     def name_of(self, *what: object) -> str | None:
         if self._places is None:
@@ -155,12 +144,7 @@ class MpiTransport(Transport):
         return kept_programs.name_of(self.device, made_for, *what)
 
     def kept(self, name: str) -> tuple[MpiProgram, Any] | None:
-        found = kept_programs.load(name, [self.device])
-        if found is None:
-            return None
-        self.n_kept += 1
-        compiled, (exchanges, note) = found
-        return MpiProgram(compiled, exchanges), note
+        return self.from_disk(name, [self.device], MpiProgram)
 
     def bind(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)

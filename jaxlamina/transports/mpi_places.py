@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxlamina.transports.exchanges import OURS
 from pallas_kernels import compat, cpu
 
 _CALLS = ("mpi_send", "mpi_recv", "mpi_sendrecv", "mpi_allreduce")
@@ -24,8 +25,6 @@ _TYPES = (
     "UINT8_T", "UINT16_T", "UINT32_T", "UINT64_T",
 )  # fmt: skip
 _BY_PLACE = ("comm", "dtype", "sendtype", "recvtype", "op")
-OURS = "jaxlamina_"
-"""Before mpi4jax's name of what is called."""
 
 
 class MpiPlaces:

@@ -257,31 +257,21 @@ class XlaTransport(Transport):
         options = compiler_options(self.device, self.traceable, behind)
         lowered, table = jitted.lower(*shapes), self._table
 
-        def compiles() -> XlaProgram:
-            if keep is None:
-                return self._program(lowered.compile(compiler_options=options), table)
-            compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
-            program, (name, note) = self._program(compiled, table), keep
-            if can_be_kept:
-                kept_programs.save(name, compiled, (program.exchanges(), note))
-            return program
+        def made(compiled: jax.stages.Compiled) -> XlaProgram:
+            return XlaProgram(compiled, self, table, xla_exchanges(compiled.as_text() or "", self.rank))
 
-        return compiles
-
-    def _program(self, compiled: jax.stages.Compiled, table: Any) -> XlaProgram:
-        return XlaProgram(compiled, self, table, xla_exchanges(compiled.as_text() or "", self.rank))
+        return lambda: self.compiled(lowered, options, keep, made)
 
     def name_of(self, *what: object) -> str | None:
         way = (() if self._mail is None else self._mail.way), self.traceable
         return kept_programs.name_of(self.device, self.rank, self._kinds, way, *what)
 
     def kept(self, name: str) -> tuple[XlaProgram, Any] | None:
-        found = kept_programs.load(name, list(self._mesh.devices.flat))
-        if found is None:
-            return None
-        self.n_kept += 1
-        compiled, (exchanges, note) = found
-        return XlaProgram(compiled, self, self._table, exchanges), note
+        return self.from_disk(
+            name,
+            list(self._mesh.devices.flat),
+            lambda compiled, exchanges: XlaProgram(compiled, self, self._table, exchanges),
+        )
 
     def where(self) -> str:
         counts = {} if self._mail is None else self._mail.counts()

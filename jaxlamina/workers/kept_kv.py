@@ -184,7 +184,7 @@ class KeptKV:
         except (OSError, MemoryError) as error:
             self._say_full(error, n_places, "No KV is kept here, and a recovery computes it again")
             self.n_places, whole = 0, np.empty(_n_bytes(0, row_bytes), np.uint8)
-        self._whole, at = whole, _n_bytes(self.n_places, 0)
+        at = _n_bytes(self.n_places, 0)
         self._writers = PopulatingWriters(n_writers) if n_writers > 1 else None
         self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
         self._data = whole[at:].reshape(self.n_places, row_bytes)
@@ -267,13 +267,13 @@ class KeptKV:
     ) -> None:
         """``by_mapping``: for one of several threads."""
         for first, stop in runs(places):
-            at = _n_bytes(self.n_places, 0) + int(places[first]) * self.row_bytes
-            run = rows[first:stop].reshape(-1)
-            to = self._whole[at : at + len(run)]
+            place, run = int(places[first]), rows[first:stop]
+            to = self._data[place : place + len(run)]
             if by_mapping and PopulatingWriters.populate(to):
                 np.copyto(to, run)
             else:
-                _write_all(self._file, memoryview(run.data), at)
+                at = _n_bytes(self.n_places, 0) + place * self.row_bytes
+                _write_all(self._file, memoryview(run.data).cast("B"), at)
 
     def copied(self, places: Int[np.ndarray, " n"]) -> Copied:
         """What is at those of ``places`` that hold something, and that nobody wrote to meanwhile; in any

@@ -44,12 +44,12 @@ class PopulatingWriters:
             future.result()
 
     @staticmethod
-    def populate(memory: UInt8[np.ndarray, " n"]) -> bool:
-        """Whether ``memory``, of a mapping, is there to be written to. Not where no memory is left, nor with
-        Linux before 5.14."""
+    def populate(memory: UInt8[np.ndarray, " ..."]) -> bool:
+        """Whether ``memory``, in one piece of a mapping, is there to be written to. Not where no memory is
+        left, nor with Linux before 5.14."""
         first = memory.ctypes.data
         begin = first - first % mmap.PAGESIZE
-        n_bytes = ctypes.c_size_t(first + len(memory) - begin)
+        n_bytes = ctypes.c_size_t(first + memory.nbytes - begin)
         found: int = _libc.madvise(ctypes.c_void_p(begin), n_bytes, _MADV_POPULATE_WRITE)
         return found == 0
 
