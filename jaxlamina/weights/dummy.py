@@ -90,7 +90,7 @@ def _undrawn(config: ModelConfig, dtype: Any) -> dict[str, Later]:
 
 
 def _drawn_at(i: int, shape: tuple[int, ...], dtype: Any, where: jax.sharding.Sharding | None) -> jax.Array:
-    drawn: jax.Array = _drawing_at(where)(i, shape, dtype)
+    drawn: jax.Array = _drawing_at(where)(np.uint32(i), shape, dtype)
     return drawn
 
 
@@ -99,7 +99,7 @@ def _drawing_at(where: jax.sharding.Sharding | None) -> Any:
     return jax.jit(_drawn, static_argnums=(1, 2), out_shardings=where)
 
 
-def _drawn(i: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _drawn(i: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if len(shape) < 2:
         return jnp.ones(shape, dtype)
     key = jax.random.fold_in(jax.random.key(0), i)
