@@ -203,7 +203,7 @@ test-gpu: $(STAMPS)/dev mpi
 	@$(BIN)/python tests/gpu_gate.py --record docs/gpu-gate.md $(GATE)
 
 test-gpu-faults: $(STAMPS)/dev mpi
-	@$(BIN)/python -m pytest -q -m gpu tests/test_faults.py
+	@$(BIN)/python -m pytest -q -m gpu tests/test_transports.py tests/test_faults.py
 
 pictures: $(STAMPS)/dev
 	@$(BIN)/python docs/pictures.py

@@ -134,15 +134,40 @@ def test_one_message_to_each_and_one_from_each_in_a_loop(ranks, turns):
         assert all(exchanges(a["exchanges"]) == turns * (there + back) for a in answers)
 
 
-def test_a_program_is_called_again_with_its_own_results_and_donated_state(ranks):
-    answers = ranks.ask("again")
+def called_again() -> list[dict[str, Any]]:
+    """What ranks 0 and 1 see in five calls."""
     x, sent, got = 1.0, [], []
     for i in range(5):
         sent.append(x + i)
         x = 2 * (x + i)
         got.append(x)
-    assert answers[0] == {"seen": got, "state": 5.0, "n_compiling": 0}
-    assert answers[1] == {"seen": sent, "state": 5.0, "n_compiling": 0}
+    return [{"seen": seen, "state": 5.0, "n_compiling": 0} for seen in (got, sent)]
+
+
+def test_a_program_is_called_again_with_its_own_results_and_donated_state(ranks):
+    assert ranks.ask("again")[:2] == called_again()
+
+
+def check_programs_from_disk(transport: str, platform: str, variables: dict[str, str]) -> None:
+    """Ranks that find all their programs on disk, and so lower none, exchange as those that made them."""
+    found = []
+    for _ in range(2):
+        with Ranks(
+            transport, 2, RANK, platforms=(platform, platform), environment=PATHS | variables
+        ) as started:
+            found.append(started.ask({"do": "again", "keeps": True}))
+    assert found == [[one | {"n_kept": n} for one in called_again()] for n in (0, 1)]
+
+
+def test_programs_from_disk_exchange_as_before(transport, tmp_path):
+    check_programs_from_disk(transport, "cpu", {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)})
+
+
+@pytest.mark.gpu
+def test_programs_from_disk_exchange_as_before_on_a_gpu_that_ranks_share(tmp_path):
+    """By MPI, which takes no GPU's memory."""
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,0"}
+    check_programs_from_disk("mpi", "cuda", variables)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)

@@ -165,7 +165,7 @@ def each(t: Transport, request: dict[str, Any]) -> Any:
 
 def again(t: Transport, request: dict[str, Any]) -> Any:
     """A program with donated state that is called many times, its results given to the next call; and how
-    often something was traced or compiled for that."""
+    often something was traced or compiled for that. ``request["keeps"]``: on disk, and read from there."""
     peer = (t.rank + 1) % 2
 
     def lead(x: jax.Array, state: jax.Array) -> Any:
@@ -180,7 +180,12 @@ def again(t: Transport, request: dict[str, Any]) -> Any:
     if t.rank > 1:
         return None
     x, state = jnp.full((4,), 1.0), t.bind(jnp.zeros((4,)))
-    program = t.compile(lead if t.rank == 0 else follow, x, state, donate_argnums=(1,))
+    name = t.name_of("again") if request.get("keeps") else None
+    if name is not None and (found := t.kept(name)):
+        program, _ = found
+    else:
+        function, keep = lead if t.rank == 0 else follow, name and (name, None)
+        program = t.compile_later(function, x, state, donate_argnums=(1,), keep=keep)()
     seen, events, n_compiling = list[float](), list[str](), 0
     jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: events.append(name))
     for _ in range(5):
@@ -189,7 +194,8 @@ def again(t: Transport, request: dict[str, Any]) -> Any:
         n_compiling += sum("/compile/" in name for name in events)
         x = t.unbind(out)
         seen.append(float(x[0]))
-    return {"seen": seen, "state": float(np.asarray(t.unbind(state))[0]), "n_compiling": n_compiling}
+    said = {"seen": seen, "state": float(np.asarray(t.unbind(state))[0]), "n_compiling": n_compiling}
+    return said | ({"n_kept": t.n_kept} if request.get("keeps") else {})
 
 
 def after(t: Transport, request: dict[str, Any]) -> Any:

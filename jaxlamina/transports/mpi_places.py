@@ -33,7 +33,7 @@ class MpiPlaces:
     def __init__(self, device: jax.Device, communicators: Sequence[Any]) -> None:
         """`LookupError` that says why there are no such programs: mpi4jax writes for this device in another
         way, or there is no native library."""
-        from mpi4jax._src import utils, xla_bridge
+        from mpi4jax._src import decorators, utils, xla_bridge
         from mpi4py import MPI
 
         library = cpu.loaded().library
@@ -43,6 +43,10 @@ class MpiPlaces:
         bridge = getattr(xla_bridge, f"mpi_xla_bridge_{platform}", None)
         if bridge is None or not set(_CALLS) <= bridge.ffi_targets.keys():
             raise LookupError(f"mpi4jax has no calls for {platform} that are known here")
+        if platform == "cuda":
+            # Whether MPI takes a GPU's memory: mpi4jax tells its calls when it first lowers one. A process
+            # whose programs all come from disk lowers none, and MPI would read that memory as the host's.
+            decorators.setup_cuda_mpi()
         self.made_by = MPI.Get_library_version(), metadata.version("mpi4jax")
         values = [x.handle for x in (*communicators, *(getattr(MPI, name) for name in _TYPES), MPI.SUM)]
         self._places = {_signed(x): place for place, x in reversed([*enumerate(values)])}
