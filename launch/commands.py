@@ -12,10 +12,12 @@ from launch.processes import LAUNCHED, Child
 
 # Open MPI's defaults made a send of 16 KiB take 5 to 11 ms beside threads that multiply matrices: eager sends
 # up to 1 MiB, and waiting ranks that yield, brought a layer from 4.7-8.7 ms to 0.45-0.95. Each rank uses
-# several cores.
+# several cores. Eight messages of that size are to fit into the memory that ranks of a host share: into Open MPI's
+# 4 MiB they do not, and then messages go by TCP, without a word.
 OPEN_MPI = (
     *("--oversubscribe", "--bind-to", "none"),
-    *("--mca", "btl_vader_eager_limit", "1048576", "--mca", "mpi_yield_when_idle", "1"),
+    *("--mca", "btl_vader_eager_limit", "1048576", "--mca", "btl_vader_segment_size", "16777216"),
+    *("--mca", "mpi_yield_when_idle", "1"),
 )
 
 
@@ -43,7 +45,7 @@ def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
 
 def segments_in(folder: str) -> dict[str, str]:
     """By which a rank's Open MPI, of version 4 or 5, puts memory that it shares with others of its host into
-    ``folder``: 4 MiB, which a rank that is killed together with mpirun leaves behind."""
+    ``folder``: 16 MiB, which a rank that is killed together with mpirun leaves behind."""
     return {f"OMPI_MCA_btl_{of}_backing_directory": folder for of in ("vader", "sm")}
 
 

@@ -27,7 +27,6 @@ from serving import ROOT
 from supervised import (
     DEADLINE_S,
     ON_CPUS,
-    REQUESTS,
     Asked,
     Supervised,
     answers,
@@ -35,6 +34,7 @@ from supervised import (
     find,
     is_there,
     policy_once,
+    requests_of,
     restarts,
     starter,
     wait_until,
@@ -111,6 +111,7 @@ class Run:
         where: Where = ON_CPU_RANKS,
     ) -> None:
         self.scenario, self.folder = scenario, folder
+        self.requests = requests_of(scenario.n_tokens)
         (folder / "sitecustomize.py").write_text(SPINS)
         (folder / "spinning_policy.py").write_text(SPINNING_POLICY)
         self.hosts = None
@@ -148,12 +149,12 @@ class Run:
 
     def run(self) -> None:
         self.start()
-        expected = {name: one.said for name, one in answers(self.server.port).items()}
+        expected = {name: one.said for name, one in answers(self.server.port, self.requests).items()}
         assert all(expected.values())
         # What takes over is there before it is needed: how long that takes goes by the machine.
         n_spares = max((event.after_spares for event in self.scenario.events[:1]), default=0)
         wait_until(lambda: self.has_said("a spare stands by", n_spares))
-        self.ask(REQUESTS)
+        self.ask(self.requests)
         self._cleanups.enter_context(self._looks)
         for event in self.scenario.events:
             # Looked for before, as these moments may be short; of two jobs the one that runs is struck.
@@ -184,7 +185,7 @@ class Run:
         return sum(what in line for line in self.server.lines) >= n
 
     def is_time_for(self, event: Event) -> bool:
-        streams = [one for name, one in self.asked.items() if name in REQUESTS and one.body.get("stream")]
+        streams = [one for name, one in self.asked.items() if name in self.requests and one.body.get("stream")]
         if event.is_for_streams and not all(one.events for one in streams):
             return False
         if len(self.asked["greedy"].events) < event.after_tokens:

@@ -26,43 +26,50 @@ DEADLINE_S = 150
 ON_CPUS = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu")
 # As many as fit: clients on a busy machine read behind, and streams are to run yet when a fault comes.
 N = 480
-LONG = {"max_tokens": N, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
-# (path, body): streams of several kinds, and answers in one piece.
-REQUESTS = {
-    "greedy": ("/v1/completions", {"prompt": "w1 w2 w3", "temperature": 0, "stream": True, **LONG}),
-    "seeded": ("/v1/completions", {"prompt": "w4 w5", "seed": 5, "stream": True, **SAMPLED, **LONG}),
-    "whole": ("/v1/completions", {"prompt": "w7 w8 w9", "temperature": 0, **LONG}),
-    "penalties": (
-        "/v1/completions",
-        {"prompt": "w9", "seed": 3, "presence_penalty": 0.7, "repetition_penalty": 1.2, "stream": True}
-        | SAMPLED
-        | LONG,
-    ),
-    "two of two": (
-        "/v1/completions",
-        {"prompt": ["w1", "w2 w3"], "n": 2, "seed": 8, "stream": True, **SAMPLED, "max_tokens": 200}
-        | {"ignore_eos": True},
-    ),
-    "prompts": (
-        "/v1/completions",
-        {"prompt": ["w1 w5", "w2"], "seed": 9, "stream": True, **SAMPLED, "max_tokens": 200}
-        | {"ignore_eos": True},
-    ),
-    "logprobs": (
-        "/v1/completions",
-        {"prompt": "w5", "temperature": 0, "logprobs": 2, "stream": True, "max_tokens": 200}
-        | {"ignore_eos": True},
-    ),
-    "chat": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "w1 w4"}], "temperature": 0, "stream": True, **LONG},
-    ),
-    "response": (
-        "/v1/responses",
-        {"input": "w6 w2", "temperature": 0, "stream": True, "max_output_tokens": 200, "ignore_eos": True},
-    ),
-}  # fmt: skip
+
+
+def requests_of(n_tokens: int) -> dict[str, tuple[str, dict]]:
+    """(path, body): streams of several kinds, and answers in one piece; the long ones of so many tokens."""
+    long = {"max_tokens": n_tokens, "ignore_eos": True}
+    return {
+        "greedy": ("/v1/completions", {"prompt": "w1 w2 w3", "temperature": 0, "stream": True, **long}),
+        "seeded": ("/v1/completions", {"prompt": "w4 w5", "seed": 5, "stream": True, **SAMPLED, **long}),
+        "whole": ("/v1/completions", {"prompt": "w7 w8 w9", "temperature": 0, **long}),
+        "penalties": (
+            "/v1/completions",
+            {"prompt": "w9", "seed": 3, "presence_penalty": 0.7, "repetition_penalty": 1.2, "stream": True}
+            | SAMPLED
+            | long,
+        ),
+        "two of two": (
+            "/v1/completions",
+            {"prompt": ["w1", "w2 w3"], "n": 2, "seed": 8, "stream": True, **SAMPLED, "max_tokens": 200}
+            | {"ignore_eos": True},
+        ),
+        "prompts": (
+            "/v1/completions",
+            {"prompt": ["w1 w5", "w2"], "seed": 9, "stream": True, **SAMPLED, "max_tokens": 200}
+            | {"ignore_eos": True},
+        ),
+        "logprobs": (
+            "/v1/completions",
+            {"prompt": "w5", "temperature": 0, "logprobs": 2, "stream": True, "max_tokens": 200}
+            | {"ignore_eos": True},
+        ),
+        "chat": (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "w1 w4"}], "temperature": 0, "stream": True, **long},
+        ),
+        "response": (
+            "/v1/responses",
+            {"input": "w6 w2", "temperature": 0, "stream": True, "max_output_tokens": 200}
+            | {"ignore_eos": True},
+        ),
+    }
+
+
+REQUESTS = requests_of(N)
 
 
 class Supervised(Server):

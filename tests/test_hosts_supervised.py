@@ -130,7 +130,7 @@ def test_a_host_that_is_lost_with_its_memory(hosts, tiny, tmp_path, partition, n
     if partition == "heads" and shutil.which("openssl") is not None:
         how |= zip(("control_certfile", "control_keyfile"), certificate(tmp_path, "job"), strict=True)
     with running(hosts, tiny, slots=(2, 1), **how) as (server, expected, asked):
-        wait_until(lambda: len(asked["greedy"].events) >= 180)
+        wait_until(lambda: len(asked["greedy"].events) >= 140)
         for pid in hosts.pids(1):
             os.kill(pid, signal.SIGKILL)
         assert len(list(hosts.memory.rglob("*.kv"))) == 1 + n_copies
@@ -139,7 +139,7 @@ def test_a_host_that_is_lost_with_its_memory(hosts, tiny, tmp_path, partition, n
         all_go_on(server, expected, asked)
         n = n_recomputed(server)
         print(f"{n:.0f} tokens were computed again")
-        assert n <= MOST_AGAIN if n_copies else n >= 1200
+        assert n <= MOST_AGAIN if n_copies else n > MOST_AGAIN
 
 
 @pytest.mark.timeout(400)
