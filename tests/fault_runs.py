@@ -185,7 +185,9 @@ class Run:
         return sum(what in line for line in self.server.lines) >= n
 
     def is_time_for(self, event: Event) -> bool:
-        streams = [one for name, one in self.asked.items() if name in self.requests and one.body.get("stream")]
+        streams = [
+            one for name, one in self.asked.items() if name in self.requests and one.body.get("stream")
+        ]
         if event.is_for_streams and not all(one.events for one in streams):
             return False
         if len(self.asked["greedy"].events) < event.after_tokens:

@@ -7,6 +7,7 @@ import dataclasses
 import queue
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -445,21 +446,33 @@ def test_compiling_behind_goes_on_with_another_engine_thread():
     assert {*llm.engine.sizes.shapes} == {*todo}
 
 
-def test_nothing_is_compiled_behind_while_it_rests(monkeypatch):
+@pytest.mark.parametrize("n_before", [0, 3])
+def test_nothing_is_compiled_behind_while_it_rests(monkeypatch, n_before):
+    """Not even the next of the many small programs that draw tokens."""
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
     todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
     warm_up(llm.engine, todo[:1], lambda n: None, lambda: False, all_of_drawing=False)
-    begun = []
-    for of, what in ((llm.engine.drawing, "compile"), (llm.executor, "compile_later")):
-        done = getattr(of, what)
-        monkeypatch.setattr(of, what, lambda *a, done=done, **how: (begun.append(0), done(*a, **how))[1])
     behind = Behind(llm.engine, todo[1:], lambda n: None, lambda call: call())
-    behind.rest(3600)
+    begun = []
+
+    def counted(done, *args, **how):
+        begun.append(0)
+        if len(begun) == n_before:
+            behind.rest(3600)
+        return done(*args, **how)
+
+    for of, what in ((kept_programs, "later"), (llm.executor, "compile_later")):
+        monkeypatch.setattr(of, what, partial(counted, getattr(of, what)))
+    if not n_before:
+        behind.rest(3600)
     behind.start()
-    assert not behind.join(0.5) and not begun
+    wait_until = time.monotonic() + 60
+    while len(begun) < n_before and time.monotonic() < wait_until:
+        time.sleep(0.01)
+    assert not behind.join(1) and len(begun) == n_before
     behind.stop()
-    assert behind.join(120)
+    assert behind.join(120) and len(begun) == n_before
 
 
 def test_compiling_behind_ends_when_told():

@@ -83,6 +83,10 @@ def warm_up(
         on_done(len(todo))
 
 
+class _StoppedError(Exception):
+    """`Behind` has been told to stop."""
+
+
 class Behind:
     """Compiles ``todo`` while requests are answered, ``n_at_once``, the sizes that steps have wanted first,
     by threads of its own.
@@ -141,8 +145,12 @@ class Behind:
             self._stopped.wait(left_s)
 
     def _draw(self, n_rows: set[int], *, usual: bool) -> None:
-        stopped, rest = self._stopped.is_set, self._rest_over
-        _prepare_drawing(self._engine, n_rows, stopped, usual=usual, before_each=rest)
+        def before_each() -> None:
+            self._rest_over()
+            if self._stopped.is_set():
+                raise _StoppedError
+
+        _prepare_drawing(self._engine, n_rows, self._stopped.is_set, usual=usual, before_each=before_each)
 
     def stop(self) -> None:
         """What is being compiled is not waited for."""
@@ -301,13 +309,12 @@ def _prepare_drawing(
     usual: bool,
     before_each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``:
-    those that every request needs one of, or the others."""
+    """Has other threads compile what is done with logits of so many rows: many small programs, each after a
+    call of ``before_each``. ``usual``: those that every request needs one of, or the others."""
     device, longest = engine.executor.device, engine.admission.max_model_len
 
     def compile_for(n: int) -> None:
-        before_each()
-        engine.drawing.compile(device, n, longest, usual=usual)
+        engine.drawing.compile(device, n, longest, usual=usual, before_each=before_each)
 
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
     try:

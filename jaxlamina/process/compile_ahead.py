@@ -108,16 +108,19 @@ _here = threading.local()
 
 
 @contextmanager
-def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
+def only_compiled(
+    device: jax.Device, before_each: Callable[[], object] = lambda: None
+) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
     """Within it, in this thread, a `ProgramAhead` is compiled for what it is called with, and not run:
     whatever a GPU is asked to do meanwhile is in the way of a step whose kernels are being put into a CUDA
-    graph (docs/findings.md). Yields what stands for an array of ``device``: its shape and dtype."""
+    graph (docs/findings.md). Yields what stands for an array of ``device``: its shape and dtype.
+    ``before_each``: called before a program that is not there yet."""
     sharding = SingleDeviceSharding(device)
-    _here.sharding = sharding
+    _here.sharding, _here.before_each = sharding, before_each
     try:
         yield lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     finally:
-        _here.sharding = None
+        _here.sharding = _here.before_each = None
 
 
 # Kernels are not tried out: XLA does so in memory that a step may still be using, and these are small.
@@ -151,6 +154,8 @@ class ProgramAhead:
         return jax.tree.map(_like, program.out_info)
 
     def _made(self, key: Any, args: Sequence[Any], static: Mapping[str, Any]) -> jax.stages.Compiled:
+        if (before_each := getattr(_here, "before_each", None)) is not None:
+            before_each()
         tree, kinds, options = key
         device = _device_of(jax.tree.leaves(args))
         what = self._name, str(tree), [str(kind[:3]) for kind in kinds], options, _OPTIONS, device.id
