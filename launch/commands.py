@@ -12,8 +12,8 @@ from launch.processes import LAUNCHED, Child
 
 # Open MPI's defaults made a send of 16 KiB take 5 to 11 ms beside threads that multiply matrices: eager sends
 # up to 1 MiB, and waiting ranks that yield, brought a layer from 4.7-8.7 ms to 0.45-0.95. Each rank uses
-# several cores. Eight messages of that size are to fit into the memory that ranks of a host share: into Open MPI's
-# 4 MiB they do not, and then messages go by TCP, without a word.
+# several cores. Eight messages of that size are to fit into the memory that ranks of a host share. Into Open
+# MPI's own 4 MiB they do not, and then messages go by TCP, without a word.
 OPEN_MPI = (
     *("--oversubscribe", "--bind-to", "none"),
     *("--mca", "btl_vader_eager_limit", "1048576", "--mca", "btl_vader_segment_size", "16777216"),

@@ -24,11 +24,15 @@ from jaxlamina.engine.warm_up import warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_programs
 from jaxlamina.ranks.attention_programs import attention_workspace_bytes
+from jaxlamina.ranks.own_pace import PromptWorker
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import StepSizes
+from jaxlamina.steps.layout import Layout as PoolLayout
+from jaxlamina.transports.xla import XlaTransport
 from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers import capacity
-from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.model_worker import ModelWorker
+from jaxlamina.workers.spec import AttentionSpec, specs_of
 from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels import use_backend
 from splitter import split, trace
@@ -384,3 +388,53 @@ def test_without_native_code_programs_that_call_mpi_are_good_for_one_process(
     monkeypatch.setenv("JAXLAMINA_CPU_KERNELS", "off")
     first, second = jobs(tmp_path, monkeypatch, "mpi", (1, 1))
     assert first["same"] and second["same"] and first["n_kept"] == second["n_kept"] == 0
+
+
+@pytest.mark.parametrize("transport", ["xla", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
+def test_a_second_job_traces_none_of_a_prefill_workers_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Its own chunks', and those that send what came of them: each was kept by the first job, and read by the
+    second, which keeps none."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    cluster = {"prefill_workers": 1, "prefill_chunk": 18}
+    scenario = [("greedy", {"model": "llama", "n_tokens": 12})]
+
+    def kept() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("whole/*/*")}
+
+    [first] = run_job(transport, (1, 1), scenario, **cluster)
+    before = kept()
+    [second] = run_job(transport, (1, 1), scenario, **cluster)
+    assert first["same"] and second["same"] and second["n_prompt_tokens_own_pace"]
+    after = kept()
+    assert before.keys() == after.keys() and all(after[path] > at for path, at in before.items())
+
+
+def test_a_prefill_workers_chunks_are_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a second worker: nothing is traced or compiled, and the logits are the same to the bit."""
+    monkeypatch.setattr(kept_programs, "folder", lambda: tmp_path)
+    config = ModelConfig.from_hf(MODELS["llama"])
+    source = InMemoryModel(config, random_params(config, seed=1))
+    params, here = source.load(jnp.float32), jax.devices()[0]
+    alone = XlaTransport(0, 1, here, False)
+    tokens = np.arange(1, 9, dtype=np.int32)[None]
+    events, found = list[str](), list[Any]()
+    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: events.append(name))
+    for _ in range(2):
+        model = ModelWorker(source.model.fn, params, here)
+        specs = specs_of(model.split(1).sites, "auto")
+        worker = PromptWorker(
+            alone, source.model.fn, model, PoolLayout((1,), "heads"), specs, 24, None, ("llama",)
+        )
+        how: dict[str, Any] = {"scored": False, "begin": lambda: 0}
+        events.clear()
+        logits = []
+        for start in (0, 8):
+            positions = np.arange(start, start + 8, dtype=np.int32)[None]
+            _, out = worker.compute(tokens, positions, np.full(1, 7, np.int32), start, **how)
+            logits.append(np.asarray(out))
+        found.append((logits, sum("/compile/" in name for name in events)))
+    (first, n_first), (second, n_second) = found
+    assert n_first > n_second == 0 and not np.array_equal(*first)
+    assert all(map(np.array_equal, first, second))

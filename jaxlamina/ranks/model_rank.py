@@ -119,7 +119,7 @@ class ModelRank(ServedRank):
         assert self._side is not None
         side = self._side
         known = side.transport, self._function, side.model, side.layout, side.specs
-        self._prompts = PromptWorker(*known, setup.n_slots, scales_of(setup))
+        self._prompts = PromptWorker(*known, setup.n_slots, scales_of(setup), side.made_of)
         self._client.send(m.Allocated())
 
     def _on_compute(self, message: m.Compute) -> None:
@@ -155,7 +155,10 @@ class ModelRank(ServedRank):
 
     def _kept(self, part: StepShape, behind: bool) -> tuple[Program, Any] | None:
         assert self._side is not None
-        return None if part.ready else self._side.kept(part, behind)
+        if part.ready:
+            assert self._prompts is not None
+            return self._prompts.kept(part, behind)
+        return self._side.kept(part, behind)
 
     def _on_step(self, step: m.RunStep) -> None:
         ticket = self._begin(step)

@@ -71,8 +71,9 @@ class ModelSide:
         self._weights: dict[int, Any] = {}  # by id, as programs take them
         self._taken: dict[OwnWeights, Any] = {}  # what they have found
         self._binding = threading.Lock()  # other threads trace programs, too
-        self._model_name = None if source is None else source.name
-        self._made_of = _likes(model.like), _likes(model.params)
+        name = None if source is None else source.name
+        # What says which model this is, to processes to come; None where nothing does.
+        self.made_of = None if name is None else (name, _likes(model.like), _likes(model.params))
 
     def compile_later(
         self, shape: StepShape, behind: bool = False
@@ -124,9 +125,9 @@ class ModelSide:
 
         def workspace_bytes() -> int:
             of_kv = attention_workspace_bytes(self.own_specs, self._own_query_heads, device, largest)
-            n_shards, made_of = self.layout.heads_over, (self._model_name, self._made_of)
-            known = "model workspace", made_of, self.specs, largest, n_shards
-            name = None if self._model_name is None else kept_programs.name_of(device, *known)
+            n_shards = self.layout.heads_over
+            known = "model workspace", self.made_of, self.specs, largest, n_shards
+            name = None if self.made_of is None else kept_programs.name_of(device, *known)
             return of_kv + kept_programs.number(
                 name, lambda: model_workspace_bytes(self.model, self.specs, device, largest, n_shards)
             )
@@ -199,11 +200,11 @@ class ModelSide:
         return self._lift(jnp.asarray(source))[1]
 
     def _name(self, shape: StepShape, behind: bool) -> str | None:
-        if self._model_name is None:
+        if self.made_of is None:
             return None
         pools = None if self.kv is None else jax.tree.map(lambda x: (x.shape, str(x.dtype)), self.kv.like)
         sides = self.layout, self.specs, self.replica, self.shards, pools
-        return self.transport.name_of("model", self._model_name, self._made_of, *sides, shape, behind)
+        return self.transport.name_of("model", self.made_of, *sides, shape, behind)
 
     def _keep(
         self, shape: StepShape, behind: bool, sources: Sequence[tuple[Any, ...]]

@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import PlacedIndices
+from jaxlamina.process import kept_programs
 from jaxlamina.ranks.model_programs import indices_of
 from jaxlamina.ranks.wires import Wire, links_of_rank
 from jaxlamina.steps.layout import Layout
@@ -48,7 +49,8 @@ class PromptWorker:
     """``compute`` a chunk, and send what came of it by a program of `compile_later`, in turn.
 
     The KV of the prompt lies by position, so a prompt's first chunk takes the place of the prompt before it.
-    ``n_slots``: of the longest prompt; ``UserError`` where there is no room beside the weights.
+    ``n_slots``: of the longest prompt; ``UserError`` where there is no room beside the weights. ``made_of``:
+    what says which model this is; where there is that, programs are kept on disk.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class PromptWorker:
         specs: Sequence[AttentionSpec],
         n_slots: int,
         scales: Sequence[ChannelScales] | None,
+        made_of: object = None,
     ) -> None:
         self._transport, self._function, self._model = transport, function, model
         self._layout, self._specs = layout, list(specs)
@@ -71,6 +74,8 @@ class PromptWorker:
                 f"lower max_model_len, or take prefill_pace='step' ({error})"
             ) from None
         self._kv = KVPools(specs, self._n_slots, transport.device, channel_scales=scales)
+        pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), (self._kv.k, self._kv.v))
+        self._made_of = None if made_of is None else ("at its own pace", made_of, tuple(specs), pools)
         self._programs: dict[tuple[int, bool, bool], Any] = {}
         self._came: Came | None = None
 
@@ -92,11 +97,17 @@ class PromptWorker:
         key = tokens.shape[1], start > 0, scored
         if key not in self._programs:
             before_compiling()
+            device = self._transport.device
             step = partial(self._traced, follows=start > 0, of_all=scored)
-            streamed = with_streamed_products(step, self._transport.device, filled)
-            options = compiler_options(self._transport.device)
-            lowered = jax.jit(streamed, donate_argnums=(1, 2)).lower(*args)
-            self._programs[key] = lowered.compile(compiler_options=options)
+            streamed = with_streamed_products(step, device, filled)
+            options, made_of = compiler_options(device), self._made_of
+            self._programs[key] = kept_programs.later(
+                None if made_of is None else kept_programs.name_of(device, made_of, key, options),
+                lambda: jax.jit(streamed, donate_argnums=(1, 2)).lower(*args),
+                [device],
+                options,
+                lambda: None,
+            )()
         ticket = begin()
         self._kv.k, self._kv.v, came = self._programs[key](*args)
         self._came = Came(*came)
@@ -137,8 +148,20 @@ class PromptWorker:
         """Traces the program that sends what comes of a chunk of such a size; the call that comes back
         compiles it."""
         like = self._came_like(part), indices_of(self._layout, part)
-        compiles = self._transport.compile_later(partial(self._sent, part), *like, behind=behind)
+        name = self._name(part, behind)
+        keep = None if name is None else (name, None)
+        compiles = self._transport.compile_later(partial(self._sent, part), *like, behind=behind, keep=keep)
         return lambda: (compiles(), None)
+
+    def kept(self, part: StepShape, behind: bool) -> tuple[Program, None] | None:
+        """What `compile_later`'s call gives, from an earlier process; in any thread."""
+        name = self._name(part, behind)
+        return None if name is None else self._transport.kept(name)
+
+    def _name(self, part: StepShape, behind: bool) -> str | None:
+        if self._made_of is None:
+            return None
+        return self._transport.name_of(self._made_of, self._layout, part, behind)
 
     def _came_like(self, part: StepShape) -> Came:
         kv: list[Any] = [
