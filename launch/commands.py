@@ -12,13 +12,15 @@ from launch.processes import LAUNCHED, Child
 
 # Open MPI's defaults made a send of 16 KiB take 5 to 11 ms beside threads that multiply matrices: eager sends
 # up to 1 MiB, and waiting ranks that yield, brought a layer from 4.7-8.7 ms to 0.45-0.95. Each rank uses
-# several cores. Eight messages of that size are to fit into the memory that ranks of a host share. Into Open
-# MPI's own 4 MiB they do not, and then messages go by TCP, without a word.
+# several cores.
 OPEN_MPI = (
     *("--oversubscribe", "--bind-to", "none"),
-    *("--mca", "btl_vader_eager_limit", "1048576", "--mca", "btl_vader_segment_size", "16777216"),
-    *("--mca", "mpi_yield_when_idle", "1"),
+    *("--mca", "btl_vader_eager_limit", "1048576", "--mca", "mpi_yield_when_idle", "1"),
 )
+# Eight messages of that size are to fit into the memory by which ranks of a host send to each other. In Open
+# MPI's own 4 MiB they do not, and then messages go by TCP, without a word.
+SEGMENT_BYTES = 16 * 2**20
+IN_MEMORY = ("--mca", "btl_vader_segment_size", str(SEGMENT_BYTES))
 
 
 # What says of one rank which it is. A starter that has it, as a rank of another job may, keeps it to itself.
@@ -34,13 +36,19 @@ def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "launch", *config, *changes, *what)
 
 
-def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
+def mpirun_argv(n_ranks: int, version: str, *, root: bool, in_memory: bool = True) -> tuple[str, ...]:
     """``version``: what `mpirun --version` says; another MPI than Open MPI gets no options that it may not
-    know."""
+    know. ``in_memory``: whether ranks send to each other by memory that they share (`has_room`)."""
     if not is_open_mpi(version):
         return ("mpirun", "-n", str(n_ranks))
     as_root = ("--allow-run-as-root",) if root else ()
-    return ("mpirun", "-n", str(n_ranks), *as_root, *OPEN_MPI)
+    return ("mpirun", "-n", str(n_ranks), *as_root, *OPEN_MPI, *(IN_MEMORY if in_memory else ()))
+
+
+def has_room(n_ranks: int, free_bytes: int) -> bool:
+    """Whether the file system in which ranks' shared memory lies has room for it, and as much again for a
+    spare, a job that ends and others each: a rank that finds none left is ended by SIGBUS."""
+    return 4 * n_ranks * SEGMENT_BYTES <= free_bytes
 
 
 def segments_in(folder: str) -> dict[str, str]:

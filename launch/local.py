@@ -30,7 +30,9 @@ from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder
 from jaxlamina.server.pieces import SECRET
 from launch.commands import (
     OF_ONE_RANK,
+    SEGMENT_BYTES,
     handing_on,
+    has_room,
     is_open_mpi,
     mpi_child,
     mpirun_among,
@@ -90,7 +92,15 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str =
             "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
             "or take --transport xla"
         )
-    mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=os.geteuid() == 0)
+    free_bytes = shutil.disk_usage(folder).free
+    if not (in_memory := has_room(cluster.n_ranks, free_bytes)):
+        print(
+            f"note: {Path(folder).parent} has {free_bytes >> 20} MiB left: ranks send to each other by TCP, "
+            f"and by memory where there are {4 * SEGMENT_BYTES >> 20} MiB a rank (docker run --shm-size=1g)",
+            file=sys.stderr,
+        )
+    as_root = os.geteuid() == 0
+    mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=as_root, in_memory=in_memory)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
     own = session_in(mpi_files) | (without_ssh() if shutil.which("ssh") is None else {})
     child = mpi_child(mpirun, options, own | environment, folder)

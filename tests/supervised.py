@@ -20,7 +20,7 @@ from serving import WORDS_TEMPLATE, Server
 
 from jaxlamina.bench.job_processes import began, words_of
 from jaxlamina.process.descendants import descendants as children
-from launch.commands import OPEN_MPI
+from launch.commands import IN_MEMORY, OPEN_MPI
 
 DEADLINE_S = 150
 ON_CPUS = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu")
@@ -221,7 +221,7 @@ def starter(hosts, *slots):
     far as files and processes go."""
     reach = ("--mca", "plm_rsh_agent", str(hosts.agent), "-x", "JAX_PLATFORMS", "-x", "XLA_FLAGS")
     mpirun = ("mpirun", "-n", str(sum(slots)), "--hostfile", str(hosts.hostfile(*slots)))
-    return shlex.join(hosts.on_first(*mpirun, "--allow-run-as-root", *OPEN_MPI, *reach))
+    return shlex.join(hosts.on_first(*mpirun, "--allow-run-as-root", *OPEN_MPI, *IN_MEMORY, *reach))
 
 
 def restarts(server):

@@ -21,7 +21,16 @@ from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.models.config_files import configs_dir
 from jaxlamina.process.gpus import n_gpus, visible_gpus
 from launch import devices, local
-from launch.commands import handing_on, mpi_child, mpirun_among, mpirun_argv, plain_children, rank_argv
+from launch.commands import (
+    IN_MEMORY,
+    handing_on,
+    has_room,
+    mpi_child,
+    mpirun_among,
+    mpirun_argv,
+    plain_children,
+    rank_argv,
+)
 from launch.options import LaunchOptions, parse
 from launch.roles import Place
 
@@ -85,6 +94,9 @@ def test_open_mpi_gets_its_options_and_another_mpi_none():
     assert argv[:4] == ("mpirun", "-n", "3", "--allow-run-as-root") and "--oversubscribe" in argv
     assert "--allow-run-as-root" not in mpirun_argv(3, "mpirun (Open MPI) 5.0.1", root=False)
     assert mpirun_argv(2, "HYDRA build details:", root=True) == ("mpirun", "-n", "2")
+    by_tcp = mpirun_argv(3, "mpirun (Open MPI) 4.1.4", root=True, in_memory=False)
+    assert argv[: len(by_tcp)] == by_tcp and argv[len(by_tcp) :] == IN_MEMORY
+    assert has_room(3, 192 * 2**20) and not has_room(4, 192 * 2**20)
 
 
 def test_a_starters_open_mpi_hands_on_what_ranks_need():

@@ -18,7 +18,7 @@ from checkpoint_examples import tiny_words_folder
 from launch_hosts import Hosts, why_no_hosts
 
 from jaxlamina.weights import demo
-from launch.commands import OPEN_MPI
+from launch.commands import IN_MEMORY, OPEN_MPI
 from launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +143,19 @@ def test_the_demo_model_over_three_attention_workers(transport):
 
 
 @pytest.mark.mpi
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root mounts a disk")
+@pytest.mark.parametrize("size", ["64m", "192m"])
+def test_ranks_whose_shared_memory_would_be_too_small_send_by_tcp(tiny, unsplit, size):
+    """A container's /dev/shm, where a rank that finds it full would be ended by SIGBUS."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    before = ("unshare", "--mount", "sh", "-c", mount, "sh")
+    words = ("--set", "dop=1,2", "--set", "transport=mpi", "--set", f"model={tiny}")
+    code, out, err = finish(start("-P", "-m", "launch.local", *words, "--", *generate(), before=before))
+    assert code == 0 and out == unsplit, err
+    assert ("/dev/shm has 64 MiB left: ranks send to each other by TCP" in "\n".join(err)) == (size == "64m")
+
+
+@pytest.mark.mpi
 def test_two_hosts_with_addresses_of_their_own(tiny, unsplit, tmp_path):
     if (reason := why_no_hosts()) is not None:
         pytest.skip(reason)
@@ -152,7 +165,7 @@ def test_two_hosts_with_addresses_of_their_own(tiny, unsplit, tmp_path):
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         mpirun = ("mpirun", "-n", "3", "--hostfile", str(hosts.hostfile(1, 2)), "--allow-run-as-root")
         reach = ("--mca", "plm_rsh_agent", str(hosts.agent), "-x", "PYTHONPATH", "-x", "JAX_PLATFORMS")
-        before = hosts.on_first(*mpirun, *OPEN_MPI, *reach)
+        before = hosts.on_first(*mpirun, *OPEN_MPI, *IN_MEMORY, *reach)
         process = start("-P", "-m", "launch", *words, "--", *generate(), before=before)
         code, out, err = finish(process)
     assert code == 0, err
