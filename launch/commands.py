@@ -19,8 +19,8 @@ OPEN_MPI = (
 )
 # Eight messages of that size are to fit into the memory by which ranks of a host send to each other. In
 # Open MPI's own 4 MiB they do not, and then messages go by TCP, without a word. Larger messages go by that
-# memory, too. Copied from process to process they are a quarter faster, but containers may forbid that,
-# which Open MPI finds out with the first one.
+# memory, too. Copied from process to process they are a quarter faster at best, but containers may forbid
+# that, which Open MPI finds out with the first one.
 SEGMENT_BYTES = 16 * 2**20
 IN_MEMORY = (
     *("--mca", "btl_vader_segment_size", str(SEGMENT_BYTES)),
