@@ -21,9 +21,9 @@ OPEN_MPI = (
 # Open MPI's own 4 MiB they do not, and then messages go by TCP, without a word. Larger messages go by that
 # memory, too. Copied from process to process they are a quarter faster at best, but containers may forbid
 # that, which Open MPI finds out with the first one.
-SEGMENT_BYTES = 16 * 2**20
+_SEGMENT_BYTES = 16 * 2**20
 IN_MEMORY = (
-    *("--mca", "btl_vader_segment_size", str(SEGMENT_BYTES)),
+    *("--mca", "btl_vader_segment_size", str(_SEGMENT_BYTES)),
     *("--mca", "btl_vader_single_copy_mechanism", "none"),
 )
 
@@ -50,10 +50,14 @@ def mpirun_argv(n_ranks: int, version: str, *, root: bool, in_memory: bool = Tru
     return ("mpirun", "-n", str(n_ranks), *as_root, *OPEN_MPI, *(IN_MEMORY if in_memory else ()))
 
 
+# A rank's own, and as much for a spare, a job that ends and others each: one that finds none left is ended by
+# SIGBUS.
+ROOM_BYTES = 4 * _SEGMENT_BYTES
+
+
 def has_room(n_ranks: int, free_bytes: int) -> bool:
-    """Whether the file system in which ranks' shared memory lies has room for it, and as much again for a
-    spare, a job that ends and others each: a rank that finds none left is ended by SIGBUS."""
-    return 4 * n_ranks * SEGMENT_BYTES <= free_bytes
+    """Whether the file system in which ranks' shared memory lies has room for it."""
+    return n_ranks * ROOM_BYTES <= free_bytes
 
 
 def segments_in(folder: str) -> dict[str, str]:

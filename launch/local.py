@@ -30,7 +30,7 @@ from jaxlamina.process.owned_folder import MPI_FILES, PIPES, owned_folder
 from jaxlamina.server.pieces import SECRET
 from launch.commands import (
     OF_ONE_RANK,
-    SEGMENT_BYTES,
+    ROOM_BYTES,
     handing_on,
     has_room,
     is_open_mpi,
@@ -96,7 +96,7 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str =
     if not (in_memory := has_room(cluster.n_ranks, free_bytes)):
         print(
             f"note: {Path(folder).parent} has {free_bytes >> 20} MiB left: ranks send to each other by TCP, "
-            f"and by memory where there are {4 * SEGMENT_BYTES >> 20} MiB a rank (docker run --shm-size=1g)",
+            f"and by memory where there are {ROOM_BYTES >> 20} MiB a rank (docker run --shm-size=1g)",
             file=sys.stderr,
         )
     as_root = os.geteuid() == 0

@@ -28,6 +28,7 @@ from supervised import (
     DEADLINE_S,
     ON_CPUS,
     Asked,
+    N,
     Supervised,
     answers,
     children,
@@ -111,7 +112,7 @@ class Run:
         where: Where = ON_CPU_RANKS,
     ) -> None:
         self.scenario, self.folder = scenario, folder
-        self.requests = requests_of(scenario.n_tokens)
+        self.requests = requests_of(scenario.n_tokens or N)
         (folder / "sitecustomize.py").write_text(SPINS)
         (folder / "spinning_policy.py").write_text(SPINNING_POLICY)
         self.hosts = None

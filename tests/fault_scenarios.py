@@ -67,7 +67,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hosts: tuple[int, ...] = ()  # ranks on each, where there are two
     compiles: bool = False  # no program is on disk
     full_disk: bool = False  # the journal is on a small disk of its own
-    n_tokens: int = 480  # of long answers; 30 fewer than --max-model-len at most
+    n_tokens: int = 0  # of long answers; 0: as many as `supervised.N`
 
     @property
     def restarts_supervisor(self) -> bool:

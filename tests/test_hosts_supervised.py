@@ -139,7 +139,7 @@ def test_a_host_that_is_lost_with_its_memory(hosts, tiny, tmp_path, partition, n
         all_go_on(server, expected, asked)
         n = n_recomputed(server)
         print(f"{n:.0f} tokens were computed again")
-        assert n <= MOST_AGAIN if n_copies else n > MOST_AGAIN
+        assert n <= MOST_AGAIN if n_copies else n >= 1200
 
 
 @pytest.mark.timeout(400)

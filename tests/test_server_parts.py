@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_examples import byte_tokenizer
+from supervised import wait_until
 from test_engine import LetterTokenizer
 from test_models import MODELS
 
@@ -467,9 +468,7 @@ def test_nothing_is_compiled_behind_while_it_rests(monkeypatch, n_before):
     if not n_before:
         behind.rest(3600)
     behind.start()
-    wait_until = time.monotonic() + 60
-    while len(begun) < n_before and time.monotonic() < wait_until:
-        time.sleep(0.01)
+    wait_until(lambda: len(begun) >= n_before)
     assert not behind.join(1) and len(begun) == n_before
     behind.stop()
     assert behind.join(120) and len(begun) == n_before

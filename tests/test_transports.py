@@ -134,14 +134,14 @@ def test_one_message_to_each_and_one_from_each_in_a_loop(ranks, turns):
         assert all(exchanges(a["exchanges"]) == turns * (there + back) for a in answers)
 
 
-def called_again() -> list[dict[str, Any]]:
+def called_again(n_kept: int = 0) -> list[dict[str, Any]]:
     """What ranks 0 and 1 see in five calls."""
     x, sent, got = 1.0, [], []
     for i in range(5):
         sent.append(x + i)
         x = 2 * (x + i)
         got.append(x)
-    return [{"seen": seen, "state": 5.0, "n_compiling": 0} for seen in (got, sent)]
+    return [{"seen": seen, "state": 5.0, "n_compiling": 0, "n_kept": n_kept} for seen in (got, sent)]
 
 
 def test_a_program_is_called_again_with_its_own_results_and_donated_state(ranks):
@@ -156,7 +156,7 @@ def check_programs_from_disk(transport: str, platform: str, variables: dict[str,
             transport, 2, RANK, platforms=(platform, platform), environment=PATHS | variables
         ) as started:
             found.append(started.ask({"do": "again", "keeps": True}))
-    assert found == [[one | {"n_kept": n} for one in called_again()] for n in (0, 1)]
+    assert found == [called_again(n_kept=0), called_again(n_kept=1)]
 
 
 def test_programs_from_disk_exchange_as_before(transport, tmp_path):

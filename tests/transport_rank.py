@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from compile_events import compile_events
 from jax import lax
 
 from jaxlamina.bench.exchange_ranks import serve
@@ -186,16 +187,15 @@ def again(t: Transport, request: dict[str, Any]) -> Any:
     else:
         function, keep = lead if t.rank == 0 else follow, name and (name, None)
         program = t.compile_later(function, x, state, donate_argnums=(1,), keep=keep)()
-    seen, events, n_compiling = list[float](), list[str](), 0
-    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: events.append(name))
+    seen, n_compiling = list[float](), 0
     for _ in range(5):
-        events.clear()
-        out, state = program(x, state)
-        n_compiling += sum("/compile/" in name for name in events)
+        with compile_events() as events:
+            out, state = program(x, state)
+        n_compiling += len(events)
         x = t.unbind(out)
         seen.append(float(x[0]))
-    said = {"seen": seen, "state": float(np.asarray(t.unbind(state))[0]), "n_compiling": n_compiling}
-    return said | ({"n_kept": t.n_kept} if request.get("keeps") else {})
+    of_state = float(np.asarray(t.unbind(state))[0])
+    return {"seen": seen, "state": of_state, "n_compiling": n_compiling, "n_kept": t.n_kept}
 
 
 def after(t: Transport, request: dict[str, Any]) -> Any:

@@ -223,8 +223,7 @@ class _Bench:
         n_recomputed = int(after["n_recomputed"] - before["n_recomputed"])
         times = f"noticed after {noticed_s - struck_s:.2f} s, ready after {ready_s - struck_s:.2f}"
         on = f"streams went on after {min(next_s):.2f} to {max(next_s):.2f}"
-        on = f"{on}; {n_recomputed} tokens computed again"
-        self._on_progress(f"{self.fault}: {times}, {on}")
+        self._on_progress(f"{self.fault}: {times}, {on}; {n_recomputed} tokens computed again")
         spare_s = None
         if self._standing_by_s is not None:
             for task in asked:  # what they would write yet shows nothing

@@ -66,6 +66,11 @@ def name_of(device: jax.Device, *what: object) -> str | None:
     return f"{_made_by(device.client.platform_version)}/{digest}"
 
 
+def kinds(tree: Any) -> Any:
+    """Arrays, or shapes, as a name has them."""
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+
+
 _here = threading.local()
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +20,7 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
 from jaxlamina.job.group import Watch
+from jaxlamina.process import kept_programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.attention_speed import seconds_per_token
 from jaxlamina.ranks.cluster_layout import layout_of
@@ -147,7 +147,7 @@ class AttentionRank(ServedRank):
 
     def _name(self, part: StepShape, behind: bool) -> str | None:
         assert self._layers is not None
-        pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), self._pools().like)
+        pools = kept_programs.kinds(self._pools().like)
         return self._transport.name_of("attention", self._layers, pools, part, behind)
 
     def _on_step(self, step: m.RunStep) -> None:

@@ -202,7 +202,7 @@ class ModelSide:
     def _name(self, shape: StepShape, behind: bool) -> str | None:
         if self.made_of is None:
             return None
-        pools = None if self.kv is None else jax.tree.map(lambda x: (x.shape, str(x.dtype)), self.kv.like)
+        pools = None if self.kv is None else kept_programs.kinds(self.kv.like)
         sides = self.layout, self.specs, self.replica, self.shards, pools
         return self.transport.name_of("model", self.made_of, *sides, shape, behind)
 

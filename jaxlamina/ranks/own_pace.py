@@ -74,7 +74,7 @@ class PromptWorker:
                 f"lower max_model_len, or take prefill_pace='step' ({error})"
             ) from None
         self._kv = KVPools(specs, self._n_slots, transport.device, channel_scales=scales)
-        pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), (self._kv.k, self._kv.v))
+        pools = kept_programs.kinds((self._kv.k, self._kv.v))
         self._made_of = None if made_of is None else ("at its own pace", made_of, tuple(specs), pools)
         self._programs: dict[tuple[int, bool, bool], Any] = {}
         self._came: Came | None = None

@@ -91,7 +91,7 @@ class UnsplitExecutor(Executor):
             n_host_slots=self.n_host_slots,
             sharding=self._pool_sharding,
         )
-        pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), (self.kv.k, self.kv.v))
+        pools = kept_programs.kinds((self.kv.k, self.kv.v))
         self._made_of = made_of and (*made_of, pools)
 
     # What differs where several devices share out the work (`jaxlamina.run.sharded`).
