@@ -374,7 +374,7 @@ GROUPS: tuple[Group, ...] = (
             ("bf16 tokens", {"how": "tokens"}),
             covers=("ranks by memory", "prefill worker"),
         ),
-        _BY_MEMORY | {"prefill_workers": 1, "prefill_chunk": 8},
+        _BY_MEMORY | {"prefill_workers": 1, "prefill_chunk": 8, "local_prefill_tokens": 0},
         n_gpus=3,
         alone=True,
     ),

@@ -574,7 +574,9 @@ def warmed(
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
     can = llm.engine.capabilities
-    workers = {"n_prefill_workers": can.n_prefill_workers, "own_pace_tokens": can.own_pace_tokens}
+    workers = {
+        name: getattr(can, name) for name in ("n_prefill_workers", "own_pace_tokens", "local_prefill_tokens")
+    }
     todo = sizes_to_compile.shapes(llm.buckets, **sizes, **workers)
     done: list[int] = []
     ahead: list[str] = []  # threads that compiled a program before it was to be run

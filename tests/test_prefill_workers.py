@@ -68,7 +68,8 @@ def test_the_unsplit_models_tokens(
     scenarios = [("greedy", usual)]
     if transport == "xla" and dop != (1, 1):  # what differs between transports is in every step
         scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16, "kv_headroom": 0.0}))
-    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_pace": "step", **how}
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_pace": "step"}
+    cluster |= {"local_prefill_tokens": 0, **how}
     found, *few_slots = run_job(transport, dop, scenarios, **cluster)
     check_greedy(found, n_tokens=16, n_prompts=4)
     for more in few_slots:
@@ -144,9 +145,9 @@ def test_after_warming_up_nothing_is_compiled(
     shared = [*range(5, 22)]
     prompts = [shared, [7, 8], [*range(3, 41)], [*range(9, 31)], [*shared, 33, 34]]
     scenario = "warmed", {"model": "llama", "max_model_len": 48, "chunk": 24, "prompts": prompts}
-    [found] = run_job(
-        "xla", dop, [scenario], partition=partition, prefill_workers=n_workers, prefill_pace=pace
-    )
+    how = {"prefill_workers": n_workers, "prefill_pace": pace, "local_prefill_tokens": 2}
+    [found] = run_job("xla", dop, [scenario], partition=partition, **how)
+    assert any(name.startswith("chunk") and "rank" not in name for name in found["programs"]), found
     assert found["same"] and found["n_done"] == found["more_of_sampler"] == 0, found
     assert partition == "tokens" or not found["more"], found
     assert any(name.startswith("decode") and "on rank" in name for name in found["programs"]), found
@@ -211,7 +212,8 @@ def test_the_unsplit_models_tokens_at_own_pace(
     scenarios = [("greedy", usual)]
     if (transport, dop) in (("xla", (1, 2)), ("xla", (1, 3))) and (partition, model) != ("requests", "llama"):
         scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16, "kv_headroom": 0.0}))
-    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_chunk": 18, **how}
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_chunk": 18}
+    cluster |= {"local_prefill_tokens": 0, **how}
     found, *few_slots = run_job(transport, dop, scenarios, **cluster)
     assert found["same"] and found["n_tokens"] == [1, 16, 16, 16, 16], found
     assert found["n_prefix_hit_tokens"] >= 18 + 17 and found["n_prompt_tokens_own_pace"] >= 19 + 2 + 20, found
@@ -265,6 +267,38 @@ def test_decode_steps_go_on_while_a_worker_computes(tmp_path: Path) -> None:
     assert found["same"], found
     _, *of_long = found["n_decodes_meanwhile"]  # the first prompt has nobody beside it
     assert len(of_long) == 3 and min(of_long) >= 3, found
+
+
+# --- what little is missing of a prompt ---
+
+LOCAL: list[Any] = [
+    ("xla", (1, 1), 1, "heads", "llama", {}),
+    ("xla", (1, 2), 2, "requests", "llama", {"prefill_pace": "step"}),
+]
+SLOW_LOCAL: list[tuple[str, tuple[int, int], int, str, str, dict[str, Any]]] = [
+    ("xla", (1, 2), 1, "tokens", "mistral-window", {}),
+    ("xla", (2, 1), 2, "heads", "llama", {"n_batches": 3}),
+    ("xla", (2, 1), 1, "heads", "llama", {"tensor_parallel": 2}),
+    ("xla", (2, 2), 1, "tokens", "llama", {"pipeline_parallel": 2, "n_batches": 4}),
+    ("xla", (1, 1), 1, "tokens", "llama", {"local_attention": 0.5}),
+    ("mpi", (1, 2), 1, "requests", "llama", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_workers", "partition", "model", "how"), [*LOCAL, *map(marked, SLOW_LOCAL)]
+)
+def test_model_workers_compute_what_little_is_missing(
+    transport: str, dop: tuple[int, int], n_workers: int, partition: str, model: str, how: dict[str, Any]
+) -> None:
+    usual = {"model": model, "n_tokens": 16, "fourth": 20, "max_num_batched_tokens": 8, "max_model_len": 48}
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_chunk": 18, **how}
+    [found] = run_job(transport, dop, [("greedy", usual)], **cluster)
+    assert found["same"] and found["n_tokens"] == [1, 16, 16, 16, 16], found
+    assert found["n_prefix_hit_tokens"] >= 18 + 17, found
+    names = found["programs"]
+    assert any(name.startswith("chunk") and "rank" not in name for name in names), names
+    assert any("on rank" in name for name in names), names
 
 
 def own_pace(n: int = 100, **options: Any) -> Scheduler:
@@ -349,9 +383,10 @@ def test_a_beginning_of_less_than_a_chunk_is_computed_again() -> None:
     random=st.randoms(use_true_random=False),
     n_workers=st.integers(1, 3),
     n_tokens=st.integers(1, 9),
+    n_local=st.sampled_from([0, 1, 4]),
 )
 def test_any_workload_finishes_at_own_pace(
-    name: str, workload, aborted, random, n_workers: int, n_tokens: int
+    name: str, workload, aborted, random, n_workers: int, n_tokens: int, n_local: int
 ) -> None:
     """Workers take as long as they like. Each is asked for one thing at a time, and has the tokens before
     it."""
@@ -380,6 +415,7 @@ def test_any_workload_finishes_at_own_pace(
                 scheduler.own_pace.computed(worker)
 
     how: dict[str, Any] = {"n_prefill_workers": n_workers, "own_pace_tokens": n_tokens}
+    how["local_prefill_tokens"] = n_local
     play(workload, aborted, random, check, policy=load_policy(name), **how)
 
 
@@ -393,15 +429,18 @@ def test_any_workload_finishes_at_own_pace(
     aborted=st.sets(st.integers(0, 9)),
     random=st.randoms(use_true_random=False),
     n_workers=st.integers(1, 3),
+    n_local=st.sampled_from([0, 1, 4]),
 )
-def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: int) -> None:
+def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: int, n_local: int) -> None:
     """Each worker has one prompt a step and brings it to an end, but for whom a preemptive policy puts
     first."""
     workers: dict[Request, int] = {}
 
     def check(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
         check_order(scheduler, plan, before)
-        units = {(r.worker, r.request_id) for r in plan.prefills}
+        units = {(r.worker, r.request_id) for r in plan.prefills if r.worker is not None}
+        for r, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
+            assert r.worker is not None or (0 < start and stop - start <= n_local and stop == r.n_tokens)
         assert len({worker for worker, _ in units}) == len(units)
         assert all(0 <= worker < n_workers for worker, _ in units)
         for r in [r for r in workers if r.n_computed is None]:
@@ -415,7 +454,23 @@ def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: 
         if not scheduler.policy.preemptive:
             assert len({r.worker for r in begun}) == len(begun)
 
-    play(workload, aborted, random, check, policy=load_policy(name), n_prefill_workers=n_workers)
+    how = {"n_prefill_workers": n_workers, "local_prefill_tokens": n_local}
+    play(workload, aborted, random, check, policy=load_policy(name), **how)
+
+
+def test_what_little_a_prompt_lacks_waits_for_no_worker() -> None:
+    scheduler = own_pace(caching=True, prefill_chunk=3, local_prefill_tokens=2)
+    scheduler.add(request("before", 4, 1))
+    run_step_of_chunks(scheduler)
+    scheduler.own_pace.computed(0)
+    [ended] = run_step_of_chunks(scheduler).requests
+    scheduler.finish(ended)
+    for name, n in (("long", 9), ("little", 6), ("less", 5), ("more", 7), ("last", 5)):
+        scheduler.add(request(name, n, 2))
+    plan = run_step_of_chunks(scheduler)  # what "more" lacks is too much, and the worker has another prompt
+    assert drawn(plan) == [("long", 0, (4, 7)), ("little", None, (4, 6)), ("less", None, (4, 5))]
+    plan = run_step_of_chunks(scheduler)
+    assert [r.request_id for r in plan.decodes] == ["little", "less"] and drawn(plan) == [("long", 0, (7, 9))]
 
 
 def drawn(plan: ScheduledStep) -> list[tuple[str, int, tuple[int, int]]]:

@@ -58,10 +58,10 @@ class Engine:
     steps took. ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes,
     which then reads weights once for both; there is a program for each pair of sizes.
     ``prompt_batch_tokens``: of several short prompts in one call (`PromptBatches`); None: the executor's.
-    An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of
-    each worker a step, or at these workers' own pace. ``async_scheduling``: launch each step before the
-    tokens of the one before it are looked at. Results are the same. ``policy`` (None: first come, first
-    served), ``padded`` and ``headroom`` are the scheduler's.
+    An executor with prefill workers computes prompts on these, beside the decodes, one prompt or chunk of
+    each worker a step, or at these workers' own pace; what few tokens are missing of it computes itself.
+    ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are
+    the same. ``policy`` (None: first come, first served), ``padded`` and ``headroom`` are the scheduler's.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Engine:
             headroom=headroom,
             n_prefill_workers=self.capabilities.n_prefill_workers,
             own_pace_tokens=self.capabilities.own_pace_tokens,
+            local_prefill_tokens=self.capabilities.local_prefill_tokens,
             chunk_size=chunk_size,
         )
         self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
@@ -121,7 +122,7 @@ class Engine:
         if n_together and not self.capabilities.batches_prompts:
             raise UserError(
                 f"prompt_batch_tokens={n_together} needs programs that do not depend on where tokens lie: "
-                "take partition=heads and no prefill workers, or leave it out"
+                "take partition=heads, or leave it out"
             )
         self.batching = PromptBatches(self.sizes, n_together)
         self.batches = StepBatches(

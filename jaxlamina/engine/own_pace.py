@@ -57,7 +57,7 @@ class ChunksAtOwnPace:
         before that. None: it cannot. Where a beginning is stored on attention workers alone, it computes that
         again, if it is less than a chunk."""
         start = request.n_computed
-        if not self._n_tokens or start is None:
+        if not self._n_tokens or start is None or request.worker is None:
             return None
         if self._last_computed.get(request.worker) == (request, request.n_preemptions, start):
             return start
@@ -66,7 +66,7 @@ class ChunksAtOwnPace:
 
     def begin(self, request: Request) -> OwnChunk:
         start, first = request.n_computed, self.first(request)
-        assert start is not None and first is not None
+        assert start is not None and first is not None and request.worker is not None
         most = min(self._n_tokens, SCORED_CHUNK) if request.scores_prompt else self._n_tokens
         self._last_computed.pop(request.worker, None)  # its memory holds something else from now on
         chunk = OwnChunk(request, (start, min(request.n_tokens, first + most)), first)

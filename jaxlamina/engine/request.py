@@ -47,7 +47,7 @@ class Request:
     most_found: int | None = None  # of its prompt: so many tokens' KV is found at most, None: any number's
     n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
     n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
-    worker: int = 0  # which prefill worker computes its prompt
+    worker: int | None = 0  # which prefill worker computes its prompt; None: who decodes does
     chunk: object = None  # of its prompt, while a prefill worker computes it at its own pace
     state: RequestState = RequestState.WAITING
     n_preemptions: int = 0

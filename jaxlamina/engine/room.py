@@ -176,6 +176,13 @@ class Room:
             found = found[:0]
         return found
 
+    def n_stored(self, request: Request) -> int:
+        """Its first tokens whose KV is there or kept, as `take` would find them."""
+        cached = self.match(request, request.all_token_ids())
+        kept = () if self.kept is None else self.kept.find(request, len(cached))
+        self.slots.free(cached)
+        return len(cached) + len(kept)
+
     def _take_together(self, unit: Sequence[Request], margin: int, most_new: int | None) -> bool:
         """As `take`, for sequences that have grown in lockstep: what they have in common is held once."""
         rows = [request.all_token_ids() for request in unit]

@@ -77,13 +77,16 @@ class ScheduledStep:
         """The executor's steps that this one is made of, one after another.
 
         Prefill workers compute one prompt each beside the decodes; further prompts of a worker come after
-        these. Without such workers the first prompt goes with the decodes if steps are ``mixed``. One that is
-        scored does not: its logits are of all its tokens. What is left goes in steps as ``calls`` has it.
+        these, and then those that are nobody's of them, as ``calls`` has it. Without such workers the first
+        prompt goes with the decodes if steps are ``mixed``. One that is scored does not: its logits are of
+        all its tokens. What is left goes in steps as ``calls`` has it.
         """
         prompts = tuple(zip(self.prefills, self.spans, strict=True))
         if n_prefill_workers:
             taken_in = [RunTogether((), computed=chunk) for chunk in self.computed]
-            return taken_in + self._runs_on_workers(prompts)
+            theirs = tuple(prompt for prompt in prompts if prompt[0].worker is not None)
+            local = [prompt for prompt in prompts if prompt[0].worker is None]
+            return taken_in + self._runs_on_workers(theirs) + calls(local)
         n_alongside = int(bool(mixed and self.decodes and prompts and not prompts[0][0].scores_prompt))
         found = [RunTogether(self.decodes, prompts[:n_alongside])] if self.decodes else []
         return found + calls(prompts[n_alongside:])

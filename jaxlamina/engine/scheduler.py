@@ -66,6 +66,8 @@ class Scheduler:
     ``n_prefill_workers``: 0 if prompts are computed by who decodes. ``own_pace_tokens``: how many tokens of a
     prompt they compute at once at their own pace; 0: they keep step with those who decode. So does, in any
     case, a prompt of which a longer beginning than that is there already, which only who decodes reaches.
+    ``local_prefill_tokens``: who decodes also computes what a prompt lacks after stored tokens, if it is no
+    more than so many: several such prompts a step.
     ``chunk_size``: chooses ``prefill_chunk``, at most the one given, for each step; while others write, all
     prompts of a step have as many tokens together. Not with prefill workers.
     """
@@ -85,6 +87,7 @@ class Scheduler:
         headroom: float | None = None,
         n_prefill_workers: int = 0,
         own_pace_tokens: int = 0,
+        local_prefill_tokens: int = 0,
         chunk_size: ChunkSize | None = None,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
@@ -107,6 +110,8 @@ class Scheduler:
         self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
         self.own_pace = ChunksAtOwnPace(own_pace_tokens)
+        self._local_prefill_tokens = local_prefill_tokens
+        self._not_local: Request | None = None  # of those that wait: what it lacks is prefill workers'
         self.chunk_size = chunk_size
         self.room = Room(
             slots,
@@ -415,7 +420,7 @@ class Scheduler:
         while most and self.waiting and (self.n_prefill_workers or not (prefills and _goes_on(prefills[-1]))):
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)
-            if worker is None or not self._has_rows(unit):
+            if not self._has_rows(unit) or (worker is None and not self._lacks_little(unit)):
                 break
             margin = self._margin(unit)
             if unit[0].host_slots is not None:
@@ -429,6 +434,8 @@ class Scheduler:
                 bound = room if prefills and not self.n_prefill_workers else None
                 if not self.room.take(unit, margin, bound):
                     break
+                if self._is_local(unit, unit[0].n_cached):
+                    worker = None
                 room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
             del self.waiting[: len(unit)]
@@ -455,11 +462,32 @@ class Scheduler:
         outstanding = [0] * self.n_prefill_workers
         busy = {request.worker for request in admitted} | self.own_pace.workers
         for request in self._begun():
+            if request.worker is None:
+                continue
             outstanding[request.worker] += request.n_tokens - (request.n_computed or 0)
             if not self._displaces(request):
                 busy.add(request.worker)
         free = [worker for worker in range(self.n_prefill_workers) if worker not in busy]
         return min(free, key=outstanding.__getitem__, default=None)
+
+    def _lacks_little(self, unit: Sequence[Request]) -> bool:
+        """Whether who decodes would compute the prompt of the first that waits. What is long once is not
+        looked for again while it waits."""
+        [first, *_] = unit
+        if not self._local_prefill_tokens or first is self._not_local:
+            return False
+        found = self._is_local(unit, self.room.n_stored(first))
+        self._not_local = None if found else first
+        return found
+
+    def _is_local(self, unit: Sequence[Request], n_stored: int) -> bool:
+        """Whether who decodes computes what comes after ``n_stored`` tokens, though there are prefill
+        workers."""
+        [first, *others] = unit
+        if not self.n_prefill_workers or not n_stored or others:
+            return False
+        most = min(self._local_prefill_tokens, self.room.chunk_of(first) or self._local_prefill_tokens)
+        return first.n_tokens - n_stored <= most
 
     def _has_rows(self, unit: Sequence[Request]) -> bool:
         """Whether the first that waits may run beside those that do."""

@@ -30,6 +30,7 @@ def shapes(
     n_prefill_workers: int = 0,
     scored: bool = False,
     own_pace_tokens: int = 0,
+    local_prefill_tokens: int = 0,
     prompt_batch_tokens: int = 0,
 ) -> list[StepSizes]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
@@ -38,7 +39,7 @@ def shapes(
     stored tokens. ``mixed``: whether a decode step may have a prompt or chunk alongside.
     ``n_prefill_workers``: then any of them may have one at once, with a decode step or without. ``scored``:
     also those of prompts whose log-probabilities are wanted, if no prefill worker computes them.
-    ``own_pace_tokens``, ``prompt_batch_tokens``: as of `Capabilities`.
+    ``own_pace_tokens``, ``local_prefill_tokens``, ``prompt_batch_tokens``: as of `Capabilities`.
     """
     decodes = [
         StepSizes("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context
@@ -55,18 +56,21 @@ def shapes(
                 # ones.
                 if fewest_tokens + fewest_earlier <= max_model_len or n_prefill_workers > 1:
                     found.append(StepSizes("chunk", 1, size, context))
+    here = found  # on model ranks
     if n_prefill_workers:
+        most_here = bucket(min(local_prefill_tokens, longest), buckets.prompt) if local_prefill_tokens else 0
+        here = [s for s in found if s.kind == "chunk" and s.context and s.n_tokens <= most_here]
         sets = [s for n in range(n_prefill_workers) for s in combinations(range(n_prefill_workers), n + 1)]
         found = [replace(prompt, workers=workers) for prompt in found for workers in sets]
     mixed = mixed or n_prefill_workers > 0
     both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
     if scored and not n_prefill_workers:
         both += _scored(buckets, max_model_len, max_chunk)
-    if prompt_batch_tokens and not n_prefill_workers:
+    if n_prefill_workers:
+        both += here
+    if prompt_batch_tokens:
         rows = {size: n_rows(buckets, prompt_batch_tokens, size) for size in prompts}
-        both += [
-            replace(prompt, batch=rows[prompt.n_tokens]) for prompt in found if rows[prompt.n_tokens] > 1
-        ]
+        both += [replace(prompt, batch=rows[prompt.n_tokens]) for prompt in here if rows[prompt.n_tokens] > 1]
     at_own_pace: list[StepSizes] = []
     if n_prefill_workers and own_pace_tokens:
         at_own_pace = [
@@ -119,12 +123,18 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all, shape.own_pace
         largest[group] = largest[group].joined(shape) if group in largest else shape
     small = [shape for shape in todo if not (shape.alongside or shape.workers or shape.of_all)]
+    if any(shape.workers for shape in todo):  # then model ranks' prompts are short as they are
+        small = [shape for shape in small if shape.kind == "decode"]
+        largest_several = sorted(several, key=lambda shape: (-shape.n_tokens, -shape.context))[:1]
+    else:
+        largest_several = []
     short = [shape for shape in small if shape.kind != "decode" and shape.n_tokens >= _SHORT_TOKENS]
     # None of these can be compiled behind, and each is on one worker.
     own_pace = [shape for shape in todo if shape.own_pace]
     found = [
         *largest.values(),
         *own_pace,
+        *largest_several,
         *[shape for shape in small if shape.kind == "decode"][:1],
         *short[:1],
     ]

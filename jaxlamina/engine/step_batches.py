@@ -44,7 +44,7 @@ class StepBatches:
         """What the rows, and each prompt, are padded to."""
         rows = _rows_of(run.decodes) if run.decodes else None
         prompts = [_prompt_of(*prompt) for prompt in run.prompts]
-        if prompts and self._n_prefill_workers:
+        if prompts and self._n_prefill_workers and run.prompts[0][0].worker is not None:
             # What runs on which prefill worker at once has a program of its own: nothing is padded to
             # another's.
             fit = self._sizes.buckets.fit
@@ -97,6 +97,7 @@ class StepBatches:
     def to_compute(self, chunk: OwnChunk) -> PromptPart:
         """What a prefill worker computes at its own pace."""
         request, span = chunk.request, (chunk.first, chunk.span[1])
+        assert request.worker is not None
         workers, of_all = (request.worker,), request.scores_prompt
         wanted = StepSizes("prefill", 1, span[1] - span[0], 0, workers=workers, of_all=of_all, own_pace=True)
         size = replace(self._sizes.fit(wanted), context=span[0])  # which the worker has by position

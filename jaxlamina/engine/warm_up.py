@@ -340,7 +340,7 @@ def _step(engine: Engine, shape: StepSizes, made: Callable[[StepSizes, int, int]
     if prompt is None:
         return Step(rows)
     batch = made(prompt, n_slots, most)
-    return Step(rows, tuple(PromptPart(batch, prompt.of_all, worker) for worker in prompt.workers or (0,)))
+    return Step(rows, tuple(PromptPart(batch, prompt.of_all, worker) for worker in prompt.workers or (None,)))
 
 
 def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:

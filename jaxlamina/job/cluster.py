@@ -135,6 +135,13 @@ class Cluster(ModelOptions):
     prefill_chunk: int = option(
         2048, "Tokens of a prompt that a prefill worker computes at once at its own pace.", least=2
     )
+    local_prefill_tokens: int = option(
+        64,
+        "What a prompt lacks after stored tokens, if it is no more than so many, is computed by model "
+        "workers, several such prompts in a step, though there are prefill workers: these would compute the "
+        "whole prompt again, one at a time. 0: prefill workers compute all prompts.",
+        least=0,
+    )
     pipelining: Literal["auto", "rotational", "fixed"] = option(
         "auto",
         "Of copies of the model: `rotational`: a batch's slices on each model worker in turn, one batch "

@@ -23,8 +23,8 @@ class Capabilities:
     """What an executor can do.
 
     - ``bucket_cut``: how finely sizes are cut for it.
-    - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, all prompts
-      are theirs.
+    - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, prompts are
+      theirs, but for what at most ``local_prefill_tokens`` tokens are missing of after stored ones.
     - ``own_pace_tokens``: how many tokens of a prompt such a worker computes at once at its own pace
       (`Executor.begin_prompt`); 0: it keeps step with the rows.
     - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps
@@ -41,6 +41,7 @@ class Capabilities:
     bucket_cut: Cut = "fine"
     n_prefill_workers: int = 0
     own_pace_tokens: int = 0
+    local_prefill_tokens: int = 0
     places_tokens: bool = False
     compiles_behind: bool = False
     batches_prompts: bool = False

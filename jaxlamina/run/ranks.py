@@ -147,6 +147,7 @@ class RanksExecutor(Executor):
         self.mini_batches = cluster.mini_batches
         self.prefill_workers = cluster.prefill_workers
         self._own_pace_tokens = cluster.prefill_chunk if cluster.prefill_pace == "own" else 0
+        self._local_prefill_tokens = cluster.local_prefill_tokens
         self._at_work: dict[int, int] = {}  # by chunk, the worker's index
         self._auto = AutoStaggering(
             group, self.layout, self.model, self.specs, modelled, (1, cluster.usual_n_batches)
@@ -221,7 +222,7 @@ class RanksExecutor(Executor):
         """Programs cannot be compiled behind where they depend on where tokens lie in more than a few ways,
         or on prefill workers."""
         places_tokens = self.pool.placement is not None
-        batches_prompts = not places_tokens and not self.prefill_workers
+        batches_prompts = not places_tokens
         # By default as the exactness gate has shown it on GPUs: messages by memory, one model rank (and there
         # one attention rank).
         by_default = batches_prompts and self.group.transport.by_memory and not self.group.replicas
@@ -229,6 +230,7 @@ class RanksExecutor(Executor):
             bucket_cut=self._bucket_cut,
             n_prefill_workers=self.prefill_workers,
             own_pace_tokens=self._own_pace_tokens if self.prefill_workers else 0,
+            local_prefill_tokens=self._local_prefill_tokens if self.prefill_workers else 0,
             places_tokens=places_tokens,
             compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
             batches_prompts=batches_prompts,
@@ -280,7 +282,8 @@ class RanksExecutor(Executor):
             found = iter(() if beside is None else beside.prompts)
             each = tuple(alone[id(part)] if id(part) in alone else next(found) for part in step.prompts)
             return StepLogits(None if beside is None else beside.decodes, each)
-        batch, batches = step.decodes, {part.worker: part.batch for part in step.prompts}
+        batch = step.decodes
+        batches = {part.worker: part.batch for part in step.prompts if part.worker is not None}
         if len(batches) != len(step.prompts):
             raise ValueError("a prefill worker computes one prompt or chunk a step")
         parts = [] if batch is None else [self._rows(batch, self._settled_n_batches(batch))[0]]
@@ -300,15 +303,14 @@ class RanksExecutor(Executor):
 
     def _not_for_prefill_workers(self, step: Step) -> list[PromptPart]:
         """Prompts that attention workers have no room for beside the step's other new tokens, or that follow
-        what they do not have."""
+        what they do not have, and those that model ranks are asked for."""
         found: list[PromptPart] = []
         elsewhere: set[int] = set()  # slots of theirs, which are written after the others
         n_taken = 0 if step.decodes is None else self.pool.new_slots(step.decodes).size
         for part in step.prompts:
             new = self.pool.new_slots(part.batch)
-            if elsewhere.isdisjoint(stored_slots(part.batch).tolist()) and self.pool.is_for_workers(
-                part.batch, n_taken
-            ):
+            follows = not elsewhere.isdisjoint(stored_slots(part.batch).tolist())
+            if part.worker is not None and not follows and self.pool.is_for_workers(part.batch, n_taken):
                 n_taken += new.size
             else:
                 found.append(part)
@@ -319,6 +321,7 @@ class RanksExecutor(Executor):
         """The worker knows its tokens' KV by position; slots are the attention ranks' affair."""
         self._check_current()
         batch, group = part.batch, self.group
+        assert part.worker is not None
         rank = group.prefill_ranks[part.worker]
         chunk = group.chunks.begin(group.cluster.describe(rank))
         self._at_work[chunk] = part.worker
@@ -337,6 +340,7 @@ class RanksExecutor(Executor):
         """What comes of a chunk is on its prefill worker: it goes to attention ranks between two steps of the
         rows, while model ranks are at a step's last slice and the next one's first, and by programs that are
         few. Model ranks compute it again where attention workers have no room for it."""
+        assert part.worker is not None
         if part.worker in self._at_work.values():
             raise ValueError(f"prefill worker {part.worker} has not computed it yet")
         if not self.pool.workers_have_room(part.batch):

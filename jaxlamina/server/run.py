@@ -395,6 +395,7 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
         mixed=llm.engine.mixed_steps,
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
         own_pace_tokens=llm.engine.capabilities.own_pace_tokens,
+        local_prefill_tokens=llm.engine.capabilities.local_prefill_tokens,
         scored=settings.warm_up_prompt_logprobs,
         prompt_batch_tokens=llm.engine.batching.n_tokens,
     )

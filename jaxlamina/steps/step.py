@@ -12,13 +12,14 @@ class PromptPart:
     """Prompts, or what follows their stored tokens.
 
     scored: logits after every token are wanted, and not after the last one alone. worker: the prefill worker
-    that computes them, by its index, where there are prefill workers. ready: it has computed them at its own
-    pace (`Executor.begin_prompt`), and the step takes in what came of it.
+    that computes them, by its index, where there are prefill workers; None: model workers do, though there
+    are. ready: it has computed them at its own pace (`Executor.begin_prompt`), and the step takes in what
+    came of it.
     """
 
     batch: PrefillBatch
     scored: bool = False
-    worker: int = 0
+    worker: int | None = 0
     ready: bool = False
 
 
