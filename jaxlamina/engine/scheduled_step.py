@@ -96,6 +96,7 @@ class ScheduledStep:
         turns: list[list[PromptSpan]] = []
         for prompt in prompts:
             worker = prompt[0].worker
+            assert worker is not None
             if n_before[worker] == len(turns):
                 turns.append([])
             turns[n_before[worker]].append(prompt)
