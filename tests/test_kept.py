@@ -156,7 +156,7 @@ def test_running_requests_keep_what_a_recovery_goes_on_after(capacities, rounds)
     """Whoever comes and goes beside them: all but the newest tokens where there are places, else as much of
     each."""
     prefixes = KeptPrefixes(capacities)
-    keeping = Keeping(Keepers(len(capacities)), prefixes, min_tokens=1, bytes_per_token=1)
+    keeping = Keeping(Keepers(len(capacities)), prefixes, min_tokens=1, bytes_per_token=1, n_slots=1)
     running: list[Request] = []
     rng = np.random.default_rng(0)
     for come, go in rounds:
@@ -191,7 +191,7 @@ def test_running_requests_keep_what_a_recovery_goes_on_after(capacities, rounds)
 def test_one_that_was_preempted_is_kept_again():
     """What was kept of it may have gone meanwhile, and there may be places again."""
     prefixes = KeptPrefixes([200])
-    keeping = Keeping(Keepers(1), prefixes, min_tokens=1, bytes_per_token=2**25)  # few a step
+    keeping = Keeping(Keepers(1), prefixes, min_tokens=1, bytes_per_token=2**25, n_slots=1)  # few a step
     request = Request("", list(range(100)), 999, slots=SlotList(np.arange(999)))
 
     def n_kept():
@@ -207,7 +207,7 @@ def test_one_that_was_preempted_is_kept_again():
 def test_places_that_do_not_do_are_not_asked_for_again_by_each_request():
     """Finding the oldest of all looks at all, and so does looking for each token of many."""
     prefixes = KeptPrefixes([1000])
-    keeping = Keeping(Keepers(1), prefixes, min_tokens=1, bytes_per_token=1)
+    keeping = Keeping(Keepers(1), prefixes, min_tokens=1, bytes_per_token=1, n_slots=1)
     running = [Request("", [i, *range(500)], 999, slots=SlotList(np.arange(999))) for i in range(20)]
     keeping.keep(running)
     asked = []
@@ -1252,7 +1252,7 @@ def test_what_runs_is_kept_again_once_there_is_memory_again():
             return lost
 
     keepers, prefixes = Full(1), KeptPrefixes([10_000])
-    keeping = Keeping(keepers, prefixes, min_tokens=1, bytes_per_token=2**20)
+    keeping = Keeping(keepers, prefixes, min_tokens=1, bytes_per_token=2**20, n_slots=1)
     request = Request("", list(range(100)), 999, slots=SlotList(np.arange(999)))
     for _ in range(2 * EVERY_STEPS):
         keeping.keep([request])

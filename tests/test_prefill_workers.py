@@ -22,9 +22,9 @@ from jaxlamina.engine.request import Request
 from jaxlamina.engine.room import SCORED_CHUNK
 from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
-from jaxlamina.engine.sizes_to_compile import shapes
+from jaxlamina.engine.sizes_to_compile import first_of, shapes
 from jaxlamina.steps.batch import levelled
-from jaxlamina.steps.buckets import Buckets
+from jaxlamina.steps.buckets import Buckets, StepSizes
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.workers import PrefillBatch
 
@@ -566,6 +566,20 @@ def test_steps_that_are_compiled_before_requests_come() -> None:
         found = shapes(buckets, **sizes, n_prefill_workers=n_workers)
         assert len(set(found)) == len(found) == n_decodes + (n_decodes + 1) * n_prompts * n_sets
         assert str(found[-1]).endswith(f"prefill workers {', '.join(map(str, range(n_workers)))}")
+
+
+def test_steps_for_what_little_is_missing_are_compiled_before_requests_come() -> None:
+    """On model ranks: the largest, one for the least, and one for several prompts where such go together."""
+    buckets = Buckets(batch=(1, 8), prompt=(4, 8, 32), context=(16, 64))
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_chunk": 32, "n_prefill_workers": 2}
+    theirs = shapes(buckets, **sizes)
+    for together, several in ((0, []), (32, [StepSizes("chunk", 4, 8, 64)])):
+        found = shapes(buckets, **sizes, local_prefill_tokens=7, prompt_batch_tokens=together)
+        here = [shape for shape in found if shape not in theirs]
+        assert all(s.kind == "chunk" and s.n_tokens <= 8 and not s.workers for s in here), here
+        first = [shape for shape in first_of(found) if shape not in first_of(theirs)]
+        assert {*first} == {StepSizes("chunk", 1, 8, 64), StepSizes("chunk", 1, 4, 64), *several}
+    assert first_of(theirs) == [shape for shape in first_of(found) if shape not in first]
 
 
 def test_prompts_of_one_step_are_padded_to_the_largest() -> None:

@@ -387,7 +387,9 @@ class Engine:
         """From now on KV is kept by content at the places of ``prefixes``, which the executor has opened, and
         found there."""
         least = self.scheduler.min_prefix_tokens
-        how = {"min_tokens": least, "bytes_per_token": self._kv_slot_bytes}
+        how = {
+            "min_tokens": least, "bytes_per_token": self._kv_slot_bytes, "n_slots": self.executor.n_slots,
+        }  # fmt: skip
         self._keeping = self.scheduler.room.kept = Keeping(self.executor, prefixes, **how)
 
     def check_integrity(self) -> None:

@@ -19,7 +19,9 @@ from jaxlamina.kv import Move
 from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, NOTHING_KEPT, Digests, KeptPrefixes
 from jaxlamina.run.executor import Executor
 
-_MOST_BEHIND_BYTES = 2**28  # of KV that is to be kept and not written yet
+# Of KV that is to be kept and not written yet: a part of all KV, so that what a step of prompts stores is
+# handed over after it, as far as devices surely have memory for it beside their KV.
+_LEAST_BEHIND_BYTES, _MOST_BEHIND_BYTES, _PART_BEHIND = 2**28, 2**30, 16
 _LOOK_STEPS = 4  # so that not all are kept after one step, and those that are are copied together
 _TRY_AGAIN_S = 60.0  # after memory for kept KV was full
 
@@ -35,13 +37,21 @@ class Keeping:
     each step."""
 
     def __init__(
-        self, executor: Executor, prefixes: KeptPrefixes, *, min_tokens: int, bytes_per_token: int
+        self,
+        executor: Executor,
+        prefixes: KeptPrefixes,
+        *,
+        min_tokens: int,
+        bytes_per_token: int,
+        n_slots: int,
     ) -> None:
         self._executor, self._min_tokens, self._bytes_per_token = executor, min_tokens, bytes_per_token
         self._n_brought, self._brought_s = 0, 0.0
         self._beside: ThreadPoolExecutor | None = None
         self._bringing: list[Future[None]] = []
-        self._most_behind = max(1, _MOST_BEHIND_BYTES // bytes_per_token)
+        part = n_slots * bytes_per_token // _PART_BEHIND
+        most_bytes = max(_LEAST_BEHIND_BYTES, min(part, _MOST_BEHIND_BYTES))
+        self._most_behind = max(1, most_bytes // bytes_per_token)
         self.prefixes = prefixes
         self._n_steps = 0
         self._has_lost = False

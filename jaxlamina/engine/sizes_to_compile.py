@@ -115,7 +115,8 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
     """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request,
     alone and short, is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the
     longest's tokens: to compute padding is what costs most until there are finer ones. And one for several
-    short prompts, where such go together: those with little to compute come many at once after a fault."""
+    short prompts, where such go together: those with little to compute come many at once after a fault.
+    Beside prefill workers, where nothing is compiled later, model ranks have one for the shortest, too."""
     largest: dict[Any, StepSizes] = {}
     several = [shape for shape in todo if shape.kind == "chunk" and shape.batch > 1]
     todo = [shape for shape in todo if shape.kind == "decode" or shape.batch == 1]
@@ -123,18 +124,19 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all, shape.own_pace
         largest[group] = largest[group].joined(shape) if group in largest else shape
     small = [shape for shape in todo if not (shape.alongside or shape.workers or shape.of_all)]
+    rests: list[StepSizes] = []
     if any(shape.workers for shape in todo):  # then model ranks' prompts are short as they are
+        rests = sorted(several, key=lambda shape: (-shape.n_tokens, -shape.context))[:1]
+        here = [shape for shape in small if shape.kind == "chunk"]
+        rests += sorted(here, key=lambda shape: (shape.n_tokens, -shape.context))[:1]
         small = [shape for shape in small if shape.kind == "decode"]
-        largest_several = sorted(several, key=lambda shape: (-shape.n_tokens, -shape.context))[:1]
-    else:
-        largest_several = []
     short = [shape for shape in small if shape.kind != "decode" and shape.n_tokens >= _SHORT_TOKENS]
     # None of these can be compiled behind, and each is on one worker.
     own_pace = [shape for shape in todo if shape.own_pace]
     found = [
         *largest.values(),
         *own_pace,
-        *largest_several,
+        *rests,
         *[shape for shape in small if shape.kind == "decode"][:1],
         *short[:1],
     ]
