@@ -92,15 +92,16 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str, mpi_files: str =
             "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
             "or take --transport xla"
         )
-    free_bytes = shutil.disk_usage(folder).free
-    if not (in_memory := has_room(cluster.n_ranks, free_bytes)):
+    version, free_bytes = _version("mpirun"), shutil.disk_usage(folder).free
+    in_memory = has_room(cluster.n_ranks, free_bytes)
+    if is_open_mpi(version) and not in_memory:  # another MPI gets no options that it may not know
         print(
             f"note: {Path(folder).parent} has {free_bytes >> 20} MiB left: ranks send to each other by TCP, "
             f"and by memory where there are {ROOM_BYTES >> 20} MiB a rank (docker run --shm-size=1g)",
             file=sys.stderr,
         )
     as_root = os.geteuid() == 0
-    mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=as_root, in_memory=in_memory)
+    mpirun = mpirun_argv(cluster.n_ranks, version, root=as_root, in_memory=in_memory)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
     own = session_in(mpi_files) | (without_ssh() if shutil.which("ssh") is None else {})
     child = mpi_child(mpirun, options, own | environment, folder)
