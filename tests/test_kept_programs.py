@@ -412,6 +412,24 @@ def test_a_second_job_traces_none_of_a_prefill_workers_programs(
     assert before.keys() == after.keys() and all(after[path] > at for path, at in before.items())
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_another_in_a_larger_job_keeps_programs_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill worker's chunks are the same whoever is there; XLA has them for the device of one rank."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    scenario = [("greedy", {"model": "llama", "n_tokens": 12})]
+
+    def run(dop: tuple[int, int]) -> dict[Path, bytes]:
+        [found] = run_job("xla", dop, scenario, prefill_workers=1, prefill_chunk=18, partition="requests")
+        assert found["same"] and found["n_prompt_tokens_own_pace"]
+        return {path: path.read_bytes() for path in tmp_path.glob("whole/*/*")}
+
+    before = run((1, 1))
+    after = run((1, 2))
+    assert before.items() <= after.items(), "nothing was found to be of no use, and written again"
+
+
 def test_a_prefill_workers_chunks_are_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a second worker: nothing is traced or compiled, and the logits are the same to the bit."""
     monkeypatch.setattr(kept_programs, "folder", lambda: tmp_path)

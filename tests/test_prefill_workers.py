@@ -20,7 +20,7 @@ from test_scheduler import make, play, request, run_step, workloads
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.engine.request import Request
 from jaxlamina.engine.room import SCORED_CHUNK
-from jaxlamina.engine.scheduled_step import ScheduledStep
+from jaxlamina.engine.scheduled_step import OwnChunk, ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.engine.sizes_to_compile import first_of, shapes
 from jaxlamina.steps.batch import levelled
@@ -301,6 +301,13 @@ def test_model_workers_compute_what_little_is_missing(
     assert any("on rank" in name for name in names), names
 
 
+def test_several_of_them_go_in_one_call_of_model_workers() -> None:
+    cluster = {"partition": "heads", "prefill_workers": 1}
+    [found] = run_job("xla", (1, 1), [("short_prompts", {"model": "llama"})], **cluster)
+    several = [name for name in found["programs"] if "batch 4" in name]
+    assert found["same"] and several and not any("on rank" in name for name in several), found
+
+
 def own_pace(n: int = 100, **options: Any) -> Scheduler:
     return make(n, max_num_seqs=8, own_pace_tokens=4, **{"n_prefill_workers": 1, **options})
 
@@ -471,6 +478,48 @@ def test_what_little_a_prompt_lacks_waits_for_no_worker() -> None:
     assert drawn(plan) == [("long", 0, (4, 7)), ("little", None, (4, 6)), ("less", None, (4, 5))]
     plan = run_step_of_chunks(scheduler)
     assert [r.request_id for r in plan.decodes] == ["little", "less"] and drawn(plan) == [("long", 0, (7, 9))]
+
+
+def after_a_cached_prompt(**options: Any) -> Scheduler:
+    """Four tokens of it."""
+    scheduler = own_pace(caching=True, local_prefill_tokens=2, **options)
+    scheduler.add(request("before", 4, 1))
+    run_step_of_chunks(scheduler)
+    scheduler.own_pace.computed(0)
+    for ended in run_step_of_chunks(scheduler).requests:
+        scheduler.finish(ended)
+    return scheduler
+
+
+def test_what_prompts_lack_is_no_more_in_a_step_than_prompts_of_a_step_may_be() -> None:
+    scheduler = after_a_cached_prompt(max_prefill_tokens=3)
+    for name in "abc":
+        scheduler.add(request(name, 6, 2))
+    assert [name for name, *_ in drawn(run_step_of_chunks(scheduler))] == ["a", "b"]
+    assert [name for name, *_ in drawn(run_step_of_chunks(scheduler))] == ["c"]
+
+
+def test_what_a_prompt_lacks_is_looked_for_again_after_it_ran() -> None:
+    """What was long when it waited is stored, but for its last token, when it waits again."""
+    scheduler = after_a_cached_prompt()
+    first, work = Request("first", [90, 91, 92], 1), request("work", 9, 8)
+    scheduler.add(first)
+    run_step_of_chunks(scheduler)
+    scheduler.add(work)
+    run_step_of_chunks(scheduler)  # the worker has the other's
+    assert work in scheduler.waiting
+    scheduler.own_pace.computed(0)
+    for ended in run_step_of_chunks(scheduler).requests:
+        if ended is first:
+            scheduler.finish(ended)
+    while work.n_computed is not None or not work.output_token_ids:
+        if scheduler.own_pace.is_awaited:
+            scheduler.own_pace.computed(0)
+        run_step_of_chunks(scheduler)
+    scheduler._wait_again(work, keep=True)
+    scheduler._queue([work])
+    scheduler.own_pace._at_work[0] = OwnChunk(first, (0, 1), 0)  # it is busy
+    assert drawn(run_step_of_chunks(scheduler)) == [("work", None, (9, 10))]
 
 
 def drawn(plan: ScheduledStep) -> list[tuple[str, int, tuple[int, int]]]:

@@ -387,9 +387,8 @@ class Engine:
         """From now on KV is kept by content at the places of ``prefixes``, which the executor has opened, and
         found there."""
         least = self.scheduler.min_prefix_tokens
-        how = {
-            "min_tokens": least, "bytes_per_token": self._kv_slot_bytes, "n_slots": self.executor.n_slots,
-        }  # fmt: skip
+        n_slots = min(held.n_slots for held in self.executor.held())  # of whoever has fewest
+        how = {"min_tokens": least, "bytes_per_token": self._kv_slot_bytes, "n_slots": n_slots}
         self._keeping = self.scheduler.room.kept = Keeping(self.executor, prefixes, **how)
 
     def check_integrity(self) -> None:
@@ -503,8 +502,9 @@ class Engine:
         return found
 
     def _run_prompts(self, prompts: Sequence[PromptSpan], size: StepSizes) -> LaunchedRows:
-        """Several in one call."""
-        [logits] = self._timed(Step(prompts=(PromptPart(self.batches.prompts(prompts, size)),))).prompts
+        """Several in one call, of who decodes."""
+        part = PromptPart(self.batches.prompts(prompts, size), worker=None)
+        [logits] = self._timed(Step(prompts=(part,))).prompts
         for request, span in prompts:
             self._count(request, span)
         return self._launched(self.drawing.draw([request for request, _ in prompts], logits))

@@ -19,8 +19,8 @@ from jaxlamina.kv import Move
 from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, NOTHING_KEPT, Digests, KeptPrefixes
 from jaxlamina.run.executor import Executor
 
-# Of KV that is to be kept and not written yet: a part of all KV, so that what a step of prompts stores is
-# handed over after it, as far as devices surely have memory for it beside their KV.
+# Of KV that is to be kept and not written yet: a part of a worker's KV, so that what a step of prompts stores
+# is handed over after it, as far as devices surely have memory for it beside their KV.
 _LEAST_BEHIND_BYTES, _MOST_BEHIND_BYTES, _PART_BEHIND = 2**28, 2**30, 16
 _LOOK_STEPS = 4  # so that not all are kept after one step, and those that are are copied together
 _TRY_AGAIN_S = 60.0  # after memory for kept KV was full

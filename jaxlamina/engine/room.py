@@ -177,9 +177,10 @@ class Room:
         return found
 
     def n_stored(self, request: Request) -> int:
-        """Its first tokens whose KV is there or kept, as `take` would find them."""
+        """Its first tokens whose KV is there, or kept and there is room for it, as `take` would find them."""
         cached = self.match(request, request.all_token_ids())
-        kept = () if self.kept is None else self.kept.find(request, len(cached))
+        has_room = request.n_tokens - len(cached) <= self.slots.n_free
+        kept = () if self.kept is None or not has_room else self.kept.find(request, len(cached))
         self.slots.free(cached)
         return len(cached) + len(kept)
 

@@ -311,6 +311,7 @@ class Scheduler:
         elif request.state is RequestState.WAITING:
             waits = self.held if self.held and request in self.held else self.waiting
             waits.remove(request)
+            self._not_local = None
         self.headroom.ended(request)
         self.room.release(request, keep=keep)
         request.state = RequestState.FINISHED
@@ -417,7 +418,10 @@ class Scheduler:
         resumed: list[Request] = []
         moves: list[Move] = []
         room -= sum(request.n_tokens - request.n_cached for request in prefills)
+        local_room = room  # of what who decodes computes beside prefill workers
         while most and self.waiting and (self.n_prefill_workers or not (prefills and _goes_on(prefills[-1]))):
+            if local_room <= 0 and self.n_prefill_workers:
+                break
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)
             if not self._has_rows(unit) or (worker is None and not self._lacks_little(unit)):
@@ -436,9 +440,11 @@ class Scheduler:
                     break
                 if self._is_local(unit, unit[0].n_cached):
                     worker = None
+                    local_room -= unit[0].n_tokens - unit[0].n_cached
                 room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
             del self.waiting[: len(unit)]
+            self._not_local = None
             self._turns.came(unit[0].turn)
             for request in unit:
                 request.state, request.worker = RequestState.RUNNING, worker

@@ -158,7 +158,7 @@ class ProgramAhead:
             before_each()
         tree, kinds, options = key
         device = _device_of(jax.tree.leaves(args))
-        what = self._name, str(tree), [str(kind[:3]) for kind in kinds], options, _OPTIONS, device.id
+        what = self._name, str(tree), [str(kind[:3]) for kind in kinds], options, _OPTIONS
         self._programs[key] = made = kept_programs.later(
             kept_programs.name_of(device, *what),
             lambda: self._jitted.lower(*args, **static),

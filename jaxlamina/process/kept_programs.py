@@ -61,7 +61,8 @@ def name_of(device: jax.Device, *what: object) -> str | None:
     if folder() is None or " at 0x" in text:
         return None
     native = cpu.serves(device.platform)
-    kind = device.device_kind, _processor() if device.platform == "cpu" else ""
+    # A program names its devices, which are called by rank where XLA knows all of a job's.
+    kind = device.device_kind, device.id, _processor() if device.platform == "cpu" else ""
     digest = _digest(kind, _settings(), forced_backend(), native, text)
     return f"{_made_by(device.client.platform_version)}/{digest}"
 
