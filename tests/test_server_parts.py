@@ -30,6 +30,8 @@ from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
+from jaxlamina.server.run import ToCompile
+from jaxlamina.server.settings import Settings
 from jaxlamina.server.tools import call_schema
 from jaxlamina.steps.buckets import Buckets, StepSizes
 from jaxlamina.text.tokenizer import Tokenizer
@@ -374,6 +376,18 @@ def test_programs_are_compiled_behind_requests(options):
     llm.generate(prompts, SamplingParams(temperature=0.7, top_p=0.9, logprobs=3, repetition_penalty=1.2))
     assert llm.stats()["n_compilations"] == n, llm.stats()["compilations"]
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("keeps", [{}, {"kept_kv_slots": 64}], ids=str)
+def test_what_follows_kept_kv_has_programs_before_a_fault(keeps):
+    """Without prefix caching and chunks only kept KV is followed by the rest of a prompt."""
+    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 8192})
+    limits = {"max_num_seqs": 2, "max_model_len": 8192, "max_num_batched_tokens": None}
+    model = InMemoryModel(config, random_params(config, seed=1))
+    llm = LLM(model, prefix_caching=False, **limits, **keeps)
+    todo = ToCompile.of(llm, Settings()).all
+    most = max(shape.context for shape in todo if shape.kind != "decode")
+    assert (most == max(llm.buckets.context)) == bool(keeps), todo
 
 
 def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatch):

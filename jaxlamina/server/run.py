@@ -391,7 +391,7 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
         llm.buckets,
         max_model_len=llm.max_model_len,
         max_chunk=most,
-        chunks=llm.options.prefix_caching or in_chunks,
+        chunks=llm.options.prefix_caching or llm.options.keeps_kv or in_chunks,
         mixed=llm.engine.mixed_steps,
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
         own_pace_tokens=llm.engine.capabilities.own_pace_tokens,
