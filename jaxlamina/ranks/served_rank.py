@@ -68,8 +68,9 @@ class ServedRank(ABC):
             message = self._client.receive(None)
             if isinstance(message, m.Bye):
                 self._ahead.forget()
-                if self._last is not None:  # the watch is still on
-                    self._last.block_until_ready()
+                # Also so that its thread waits for no array any more: one that comes back to Python from that
+                # while the process ends is the process's SIGABRT.
+                self._watch.settle()
                 return
             handle = self._handlers.get(type(message))
             if handle is None:
