@@ -466,12 +466,7 @@ def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: 
 
 
 def test_what_little_a_prompt_lacks_waits_for_no_worker() -> None:
-    scheduler = own_pace(caching=True, prefill_chunk=3, local_prefill_tokens=2)
-    scheduler.add(request("before", 4, 1))
-    run_step_of_chunks(scheduler)
-    scheduler.own_pace.computed(0)
-    [ended] = run_step_of_chunks(scheduler).requests
-    scheduler.finish(ended)
+    scheduler = after_a_cached_prompt(prefill_chunk=3)
     for name, n in (("long", 9), ("little", 6), ("less", 5), ("more", 7), ("last", 5)):
         scheduler.add(request(name, n, 2))
     plan = run_step_of_chunks(scheduler)  # what "more" lacks is too much, and the worker has another prompt
@@ -486,8 +481,8 @@ def after_a_cached_prompt(**options: Any) -> Scheduler:
     scheduler.add(request("before", 4, 1))
     run_step_of_chunks(scheduler)
     scheduler.own_pace.computed(0)
-    for ended in run_step_of_chunks(scheduler).requests:
-        scheduler.finish(ended)
+    [ended] = run_step_of_chunks(scheduler).requests
+    scheduler.finish(ended)
     return scheduler
 
 

@@ -414,13 +414,13 @@ class Scheduler:
 
     def _admit(self, room: int, prefills: list[Request], most: int) -> tuple[list[Request], list[Move]]:
         """Adds to ``prefills`` whose prompts the step computes. (to decode since their KV comes back from the
-        host, the copies for that). ``room``: prompt tokens of a step at most; ``most``: requests."""
+        host, the copies for that). ``room``: prompt tokens of a step at most, of who decodes; ``most``:
+        requests."""
         resumed: list[Request] = []
         moves: list[Move] = []
         room -= sum(request.n_tokens - request.n_cached for request in prefills)
-        local_room = room  # of what who decodes computes beside prefill workers
         while most and self.waiting and (self.n_prefill_workers or not (prefills and _goes_on(prefills[-1]))):
-            if local_room <= 0 and self.n_prefill_workers:
+            if self.n_prefill_workers and room <= 0:
                 break
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)
@@ -440,8 +440,8 @@ class Scheduler:
                     break
                 if self._is_local(unit, unit[0].n_cached):
                     worker = None
-                    local_room -= unit[0].n_tokens - unit[0].n_cached
-                room -= sum(request.n_tokens - request.n_cached for request in unit)
+                if worker is None or not self.n_prefill_workers:
+                    room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
             del self.waiting[: len(unit)]
             self._not_local = None
