@@ -15,6 +15,7 @@ from test_models import MODELS
 
 from jaxlamina import LLM
 from jaxlamina.job.control import messages as m
+from jaxlamina.job.group import Watch
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import garbage
 from jaxlamina.ranks.served_rank import ServedRank
@@ -121,7 +122,7 @@ class Rank(ServedRank):
         cluster: Any = None
         transport, client = SimpleNamespace(traceable=False, device=None), SimpleNamespace(host="here")
         client.receive, client.send = lambda _: next(messages), lambda answer: self.answers.append(answer)
-        super().__init__(cluster, 1, transport, client, cluster)  # type: ignore[arg-type]
+        super().__init__(cluster, 1, transport, client, Watch(60, print))  # type: ignore[arg-type]
         self.answers: list[m.Prepared] = []
         self.may_end = threading.Event()
 
