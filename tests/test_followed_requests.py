@@ -90,6 +90,11 @@ def followed(job, recovery_s=10):
     return asyncio.run(follow())
 
 
+def of_first(of_sequences, none):
+    """What is said of the first prompt's first continuation."""
+    return {(which, index): what for which, index, what in of_sequences}.get((0, 0), none)
+
+
 class BreakingJob(OneJob):
     """One that breaks off after so many tokens each time it is asked, and tells again what it has to. Or it
     refuses, with a status."""
@@ -105,10 +110,10 @@ class BreakingJob(OneJob):
         if n > 100:
             yield n
             return
-        until = len(dict(follow.written).get(0, ())) + n
+        until = len(of_first(follow.written, ())) + n
         yield PIECES[0].line()
         for piece in PIECES[1:-1]:
-            if dict(follow.n_given).get(0, 0) <= piece.at < until:
+            if of_first(follow.n_given, 0) <= piece.at < until:
                 yield piece.line()
         if until >= len(PIECES) - 2:
             yield PIECES[-1].line()
@@ -119,9 +124,58 @@ def test_a_job_is_told_what_there_is_and_how_many_go_on():
     job = BreakingJob(2, 1, 1)
     request, follows = followed(job), job.follows
     assert request.status == 200 and request.events == [piece.text for piece in PIECES]
-    assert [dict(follow.written) for follow in follows] == [{}, {0: (0, 1)}, {0: (0, 1, 2)}]
-    assert [dict(follow.n_given) for follow in follows] == [{}, {0: 2}, {0: 3}]
+    assert [follow.written for follow in follows] == [(), ((0, 0, (0, 1)),), ((0, 0, (0, 1, 2)),)]
+    assert [follow.n_given for follow in follows] == [(), ((0, 0, 2),), ((0, 0, 3),)]
     assert [follow.n_together for follow in follows] == [0, 1, 1]
+
+
+class OtherTextJob(OneJob):
+    """It writes 0, 1, 2, 3 and breaks off, and then 0, 1, 12, 13 and ends."""
+
+    def __init__(self, is_stream):
+        super().__init__()
+        self._is_stream = is_stream
+
+    async def answer(self, _body):
+        self.n_asked += 1
+        yield Piece(opening=Opening(self._is_stream, (1,))).line()
+        for at in range(4):
+            token = at if at < 2 or self.n_asked == 1 else 10 + at
+            yield Piece(of=(0, 0), token=token, at=at, text=f"data: {token}\n\n" * self._is_stream).line()
+        if self.n_asked > 1:
+            yield Piece(status=200, answer='"the other text"').line()
+
+
+def test_another_text_is_given_to_who_has_had_none_of_the_first():
+    """What comes whole is; a stream is not joined of two."""
+    job = OtherTextJob(is_stream=False)
+    whole = followed(job)
+    assert (whole.status, whole.content, job.n_asked) == (200, b'"the other text"', 2)
+    assert whole.tokens == {(0, 0): [0, 1, 12, 13]}
+    stream = followed(OtherTextJob(is_stream=True))
+    assert stream.status == 500 and b"not_repeated" in stream.content
+    assert [event for event in stream.events if "error" not in event][:4] == [
+        f"data: {n}\n\n" for n in range(4)
+    ]
+
+
+def test_an_answer_that_had_ended_is_not_given_as_another_one():
+    """Its client may have had it of the supervisor before."""
+
+    async def follow():
+        entry = Entry("k", "/v1/completions", b"{}", 1, 2, {(0, 0): [0, 1, 2, 3]}, has_ended=True)
+        job = OtherTextJob(is_stream=False)
+        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
+        requests._ended_before = {"k": entry}
+        job.n_asked = 1
+        request = requests.find("k")
+        async with asyncio.timeout(10):
+            await request.over()
+        await job.close()
+        return request
+
+    request = asyncio.run(follow())
+    assert request.status == 500 and b"not_repeated" in request.content
 
 
 def test_what_a_job_once_took_is_not_refused_for_being_too_much(caplog):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -57,7 +58,12 @@ def llm(tiny):
 
 
 def run(engine, params, written=(), n_given=0):
-    """Events of one request, beside another that runs already."""
+    """Events of one request, beside another that runs already. ``written``: of its only continuation."""
+    return run_all(engine, params, {0: written} if written else {}, {0: n_given})
+
+
+def run_all(engine, params, written, n_given):
+    """The same, ``written`` by each continuation."""
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True, seed=1))
     engine.step()
     job = engine.admission.job(PROMPT, params, None)
@@ -150,21 +156,72 @@ def test_a_grammar_goes_on_where_it_was():
         assert [event.token_id for event in run(llm.engine, params, tokens[:n])] == tokens
 
 
-def test_what_has_several_sequences_or_entries_begins_anew(llm):
-    for params in (SamplingParams(n=2, max_tokens=4), SamplingParams(logprobs=1, max_tokens=4)):
+@pytest.mark.parametrize("kind", ["seeded", "penalties", "stop string", "least"])
+@pytest.mark.parametrize("n", [(7, 7, 7), (8, 0, 7), (0, 23, 1), (10**6, 5, 10**6), (10**6,) * 3])
+@pytest.mark.parametrize("gives_one_less", [False, True])
+def test_each_continuation_goes_on_after_what_it_wrote(llm, kind, n, gives_one_less):
+    """They need not have come equally far, and one may have no token, or have ended."""
+    params = replace(KINDS[kind], n=3)
+    stats = llm.engine.stats
+    before = stats.n_prompt_tokens
+    whole = of_each(run_all(llm.engine, params, {}, {}))
+    n_prompt_tokens = stats.n_prompt_tokens - before
+    assert n_prompt_tokens == len(PROMPT) + 3
+    tokens = {index: [event.token_id for event in events] for index, events in whole.items()}
+    written = {index: tokens[index][:m] for index, m in enumerate(n) if m}
+    n_given = {index: max(0, len(ids) - gives_one_less) for index, ids in written.items()}
+    all_again = run_all(llm.engine, params, written, n_given)
+    has_ended = all(len(written.get(index, ())) == len(ids) for index, ids in tokens.items())
+    assert stats.n_prompt_tokens - before - n_prompt_tokens == 3 + (0 if has_ended else len(PROMPT))
+    again = of_each(all_again)
+    assert again.keys() == whole.keys()
+    for index, events in again.items():
+        n_old, n_told = len(written.get(index, ())), n_given.get(index, 0)
+        ats = np.cumsum([event.n_tokens for event in events]) - 1
+        assert list(ats) == list(range(max(0, n_told - 1), len(tokens[index])))
+        assert [event.is_again for event in events] == [at < n_old for at in ats]
+        assert [event.token_id for event in events] == [tokens[index][at] for at in ats]
+        assert "".join(e.new_text for e in events) == "".join(e.new_text for e in whole[index])
+        found = [
+            (at, event.n_found) for at, event in zip(ats, events, strict=True) if event.n_found is not None
+        ]
+        assert [at for at, _ in found] == ([n_old] if n_old < len(tokens[index]) else [])
+    last, of_whole = (
+        all_again[-1].output,
+        max(whole.values(), key=lambda e: e[-1].output is not None)[-1].output,
+    )
+    assert [(o.text, o.token_ids, o.finish_reason) for o in last.outputs] == [
+        (o.text, o.token_ids, o.finish_reason) for o in of_whole.outputs
+    ]
+    assert sum(event.output is not None for event in all_again) == 1
+
+
+def of_each(events):
+    found = {}
+    for event in events:
+        found.setdefault(event.index, []).append(event)
+    return found
+
+
+def test_what_has_entries_or_chooses_at_its_end_begins_anew(llm):
+    chosen = (
+        SamplingParams(n=1, best_of=2, max_tokens=4),
+        SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=4),
+    )
+    for params in (*chosen, SamplingParams(logprobs=1, max_tokens=4)):
         job = llm.engine.admission.job(PROMPT, params, None)
         with pytest.raises(UserError, match="begin it anew"):
-            llm.engine.add_job(job, written=[1])
+            llm.engine.add_job(job, written={0: [1]})
     for token in (-1, 64):
         job = llm.engine.admission.job(PROMPT, KINDS["greedy"], None)
         with pytest.raises(UserError, match="not in the vocabulary"):
-            llm.engine.add_job(job, written=[1, token])
+            llm.engine.add_job(job, written={0: [1, token]})
     assert llm.engine.idle
 
 
 def test_an_aborted_request_that_went_on_leaves_nothing(llm):
     job = llm.engine.admission.job(PROMPT, KINDS["greedy"], None)
-    llm.engine.add_job(job, written=[1, 2, 3])
+    llm.engine.add_job(job, written={0: [1, 2, 3]})
     assert not llm.engine.idle
     output = llm.engine.abort(job.request_id)
     assert output.token_ids == (1, 2, 3) and output.finish_reason == "abort"
@@ -178,7 +235,12 @@ def test_an_aborted_request_that_went_on_leaves_nothing(llm):
 OPS = st.lists(
     st.one_of(
         st.tuples(st.just("accept"), st.integers(0, 5)),
-        st.tuples(st.just("wrote"), st.integers(0, 5), st.integers(0, 2), st.integers(0, 2**31 - 1)),
+        st.tuples(
+            st.just("wrote"),
+            st.integers(0, 5),
+            st.tuples(st.integers(0, 2), st.integers(0, 2)),
+            st.integers(0, 2**31 - 1),
+        ),
         st.tuples(st.just("ended"), st.integers(0, 5)),
         st.tuples(st.just("forget"), st.integers(0, 5)),
         st.tuples(st.just("reopen")),
@@ -199,9 +261,9 @@ def test_the_journal_has_what_was_written(tmp_path_factory, ops):
             known[key] = Entry(key, "/v1/completions", b"{}\n\xff", 17, 2**62 - 1)
             asyncio.run(journal.accept(known[key]))
         elif op == "wrote" and key in known and not known[key].has_ended:
-            _, which, token = about
-            known[key].wrote.setdefault(which, []).append(token)
-            journal.wrote(key, which, token)
+            _, of, token = about
+            known[key].wrote.setdefault(of, []).append(token)
+            journal.wrote(key, of, token)
         elif op == "ended" and key in known:
             known[key] = Entry(*_fields(known[key]), has_ended=True)
             journal.ended(key)
@@ -223,7 +285,7 @@ def test_what_ended_long_ago_is_forgotten(tmp_path):
     journal = Journal(path)
     for key in ("a", "b"):
         asyncio.run(journal.accept(Entry(key, "/", b"", 0, 0)))
-        journal.wrote(key, 0, 1)
+        journal.wrote(key, (0, 0), 1)
         journal.ended(key)
     journal.close()
     with closing(sqlite3.connect(path)) as database, database:
@@ -233,6 +295,25 @@ def test_what_ended_long_ago_is_forgotten(tmp_path):
     journal.close()
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT DISTINCT key FROM tokens").fetchall() == [("b",)]
+
+
+def test_a_journal_of_an_earlier_version_goes_on(tmp_path):
+    """It knew first continuations alone."""
+    path = tmp_path / "journal.sqlite"
+    Journal(path).close()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DROP TABLE tokens")
+        database.execute("CREATE TABLE tokens (key TEXT NOT NULL, which INTEGER NOT NULL, ids BLOB NOT NULL)")
+        database.execute("INSERT INTO requests VALUES ('a', '/', x'', 0, 0, NULL)")
+        database.execute("INSERT INTO tokens VALUES ('a', 1, ?)", (np.array([5, 6], np.int32).tobytes(),))
+    for n in range(2):
+        journal = Journal(path)
+        known = {(1, 0): [5, 6] + [7] * n} | ({(1, 1): [8]} if n else {})
+        assert [entry.wrote for entry in journal.entries()] == [known]
+        if not n:
+            journal.wrote("a", (1, 0), 7)
+            journal.wrote("a", (1, 1), 8)
+        journal.close()
 
 
 def test_a_journal_is_one_supervisors(tmp_path):
@@ -259,17 +340,20 @@ def test_a_full_disk_loses_nothing_of_a_journal(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
         try:
             began = time.monotonic()
-            journal.wrote("a", 0, 7)
+            journal.wrote("a", (0, 0), 7)
             asyncio.run(journal.accept(Entry("b", "/", bytes(10**6), 0, 0)))
             assert journal.n_failures and time.monotonic() - began < 20
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        journal.wrote("b", 0, 8)
+        journal.wrote("b", (0, 0), 8)
     finally:
         journal.close()
         signal.signal(signal.SIGXFSZ, before)
     journal = Journal(path)
-    assert {entry.key: entry.wrote for entry in journal.entries()} == {"a": {0: [7]}, "b": {0: [8]}}
+    assert {entry.key: entry.wrote for entry in journal.entries()} == {
+        "a": {(0, 0): [7]},
+        "b": {(0, 0): [8]},
+    }
     journal.close()
 
 
@@ -291,7 +375,7 @@ def test_a_full_disk_costs_nobody_time_or_memory(tmp_path, monkeypatch):
         asyncio.run(accept("a", "b", "c", "d"))
         held = journal._unwritten.n_bytes
         for key in "abc":
-            journal.wrote(key, 0, 7)
+            journal.wrote(key, (0, 0), 7)
             journal.ended(key)
             journal.forget(key)
         wait_until(
@@ -421,13 +505,20 @@ STREAMS = {
     "/v1/completions": {"prompt": "w1 w2", "max_tokens": 5},
     "/v1/completions with ids": {"prompt": "w1 w2", "max_tokens": 5, "return_token_ids": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w3"}], "max_tokens": 5},
+    "/v1/completions of several": {"prompt": ["w1 w2", "w3"], "n": 2, "temperature": 0.8, "max_tokens": 5},
+    "/v1/chat/completions of two": {
+        "messages": [{"role": "user", "content": "w3"}],
+        "n": 2,
+        "temperature": 0.8,
+        "max_tokens": 5,
+    },
     "/v1/responses": {"input": "w3", "max_output_tokens": 5},
 }
 
 
 def check_what_is_not_told_again(post, path):
-    """Of a stream that goes on after three tokens, of which a client has had two, the third comes again, and
-    what comes after is as if all of them had come."""
+    """Of a stream whose sequences go on after three tokens, of which a client has had two, the third comes
+    again, and what comes after is as if all of them had come."""
     body = json.dumps(STREAMS[path] | {"stream": True, "ignore_eos": True}).encode()
     follow = {"key": "k", "created": 1, "seed": 2}
 
@@ -439,11 +530,23 @@ def check_what_is_not_told_again(post, path):
         return opening, tokens, end
 
     opening, tokens, end = told()
-    assert [piece.at for piece in tokens] == list(range(5))
-    written = [piece.token for piece in tokens[:3]]
-    again = told(written=[(0, written)], n_given=[(0, 2)], n_cached=[(0, 0)], n_together=1)
+    sequences = of_sequences(tokens)
+    assert {ats for ats, _, _ in sequences.values()} == {tuple(range(5))}
+    written = [(*of, ids[:3]) for of, (_, ids, _) in sequences.items()]
+    n_given = [(*of, 2) for of in sequences]
+    n_cached = [(which, 0) for which in range(len(opening.opening.n_prompt_tokens))]
+    again = told(written=written, n_given=n_given, n_cached=n_cached, n_together=1)
     assert (again[0], again[2]) == (opening, end)
-    assert [(p.at, p.token, p.text) for p in again[1]] == [(p.at, p.token, p.text) for p in tokens[2:]]
+    later = {of: (ats[2:], ids[2:], texts[2:]) for of, (ats, ids, texts) in sequences.items()}
+    assert of_sequences(again[1]) == later
+
+
+def of_sequences(pieces):
+    """Of each sequence its tokens' places, ids and texts."""
+    found = {}
+    for piece in pieces:
+        found.setdefault(tuple(piece.of), []).append((piece.at, piece.token, piece.text))
+    return {of: tuple(zip(*said, strict=True)) for of, said in found.items()}
 
 
 def test_what_a_supervisor_is_told(tiny, tmp_path):

@@ -78,9 +78,9 @@ def ranks(hosts, side):
     return [pid for pid in hosts.pids(side) if "launch" in words_of(pid)]
 
 
-# Tokens where KV was kept. Three continuations begin anew, of at most 200 tokens each: two of a request for several,
-# one of a request for log-probabilities. Of each of the six others all is found that was kept, each 16 steps.
-MOST_AGAIN = 3 * 200 + 6 * 17
+# Tokens where KV was kept. The request for log-probabilities begins anew, with 200 tokens at most. Of each of the twelve
+# other sequences all is found that was kept, each 16 steps, but for those that were being written.
+MOST_AGAIN = 200 + 12 * 32
 
 
 def n_recomputed(server):

@@ -50,7 +50,7 @@ def test_what_is_not_written_yet_and_the_disk_are_all_there_is(ops, most_bytes):
             elif op == "wrote" and key in known and not known[key][2]:
                 for token in range(100 * n, 100 * n + 100):
                     known[key][0].append(token)
-                    unwritten.wrote(key, 0, token)
+                    unwritten.wrote(key, (0, 0), token)
             elif op == "cached" and key in known and not known[key][2]:
                 known[key][1].append(n)
                 unwritten.cached(key, 0, n)

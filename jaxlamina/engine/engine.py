@@ -39,6 +39,7 @@ from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart, Step
 
 # For prefill workers, where nothing else is to be done: then whoever calls looks for what has come meanwhile.
+_NONE: Mapping[int, Any] = {}
 _WAIT_S = 0.02
 _MOST_OF_NOBODY = 100  # steps in a row that nobody runs in, though requests wait: a preemption makes one such
 _LOOKED_AT_TOGETHER = 8  # newcomers: what is kept of the first comes back while others are looked at
@@ -246,45 +247,53 @@ class Engine:
         *,
         priority: int = 0,
         caller: Hashable | None = None,
-        written: Sequence[int] = (),
-        n_given: int = 0,
+        written: Mapping[int, Sequence[int]] = _NONE,
+        n_given: Mapping[int, int] = _NONE,
         n_cached: int | None = None,
     ) -> str:
         """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is,
         is not kept waiting by many jobs of one caller; jobs without one are served as they come.
 
-        ``written``: what the request wrote in an earlier process, of one that `LiveRequest.may_go_on`. The
-        next step gives its events again, one for the first ``n_given`` tokens, and the request goes on after
-        it: its KV is computed like a prompt's. ``n_cached``: prompt tokens whose KV was there when it was
-        first computed.
+        ``written``: what continuations of the request wrote in an earlier process, of one that
+        `LiveRequest.may_go_on`. The next step gives their events again, one for the first ``n_given`` tokens
+        of each, and the request goes on after them: their KV is computed like a prompt's, and each
+        continuation is computed by itself. ``n_cached``: prompt tokens whose KV was there when it was first
+        computed.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
         if written and not job.may_go_on:
             raise UserError(
-                "a request with several sequences or log-probabilities cannot go on: begin it anew"
+                "a request with log-probabilities, or that chooses at its end, cannot go on: begin it anew"
             )
-        if any(not 0 <= token < self.admission.vocab_size for token in written):
+        if not all(0 <= token < self.admission.vocab_size for ids in written.values() for token in ids):
             raise UserError("what the request wrote has tokens that are not in the vocabulary")
         job.n_cached_tokens = n_cached
         params = job.params
-        width, lockstep = params.n_sequences, params.use_beam_search
-        request = Request(
-            job.request_id,
-            job.prompt_token_ids,
-            job.max_tokens,
-            job,
-            width=width,
-            lockstep=lockstep,
-            priority=priority,
-            caller=caller,
-            scores_prompt=params.prompt_logprobs is not None,
-            # One that begins anew is to repeat its tokens: it is computed as it was.
-            most_found=n_cached if self.capabilities.rounds_kv and not written else None,
-        )
-        self.scheduler.add(request)
-        self.postprocess.live[job.request_id] = job, [request]
-        self._again += self.postprocess.take_back(request, written, n_given) if written else ()
+        requests = [
+            Request(
+                job.request_id,
+                job.prompt_token_ids,
+                job.max_tokens,
+                job,
+                index,
+                width=1 if written else params.n_sequences,
+                lockstep=params.use_beam_search,
+                priority=priority,
+                caller=caller,
+                scores_prompt=params.prompt_logprobs is not None,
+                # One that begins anew is to repeat its tokens: it is computed as it was.
+                most_found=n_cached if self.capabilities.rounds_kv and not written else None,
+            )
+            for index in range(params.n_sequences if written else 1)
+        ]
+        for request in requests:
+            self.scheduler.add(request)
+        self.postprocess.live[job.request_id] = job, requests
+        for index, tokens in written.items():
+            self._again += self.postprocess.take_back(requests[index], tokens, n_given.get(index, 0))
+        for request in [request for request in requests if self.postprocess.is_live(request)][1:]:
+            request.n_counted = len(job.prompt_token_ids)  # which count once
         return job.request_id
 
     def step(self) -> list[TokenEvent]:
@@ -541,8 +550,9 @@ class Engine:
         """That a prompt's ``span`` is computed."""
         start, stop = span
         job: LiveRequest = request.payload
-        if job.n_found is None:
-            job.n_found = start
+        c = job.continuations[request.index] if job.continuations else None
+        if c is not None and c.n_found is None:
+            c.n_found = start
         if job.n_cached_tokens is None:
             job.n_cached_tokens = min(start, len(request.prompt_token_ids))
         self.stats.n_prompt_tokens_computed += stop - start

@@ -34,6 +34,10 @@ class Continuation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    n_written: int = 0  # tokens that it wrote in an earlier process
+    n_found: int | None = (
+        None  # of its tokens and the prompt's, whose KV was there when it was first computed
+    )
     finished: CompletionOutput | None = None
 
 
@@ -55,8 +59,6 @@ class LiveRequest:
     continuations: list[Continuation] = field(default_factory=list)
     beams: BeamSearch | None = None
     n_cached_tokens: int | None = None  # of its prompt, whose KV was there when it was first computed
-    n_found: int | None = None  # the same in this process, and of what it wrote in an earlier one
-    n_written: int = 0  # tokens that it wrote in an earlier process
     n_preemptions: int = 0
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # if wanted: one a token
     error: Exception | None = None  # why it cannot go on
@@ -88,7 +90,7 @@ class LiveRequest:
     @property
     def may_go_on(self) -> bool:
         """Whether its tokens so far are all that another process needs to go on with it."""
-        return self.beams is None and self.params.n_sequences == 1 and not self._wants_entries
+        return self.beams is None and not self._wants_entries
 
     @property
     def _wants_entries(self) -> bool:

@@ -78,8 +78,9 @@ class TokenEvent(msgspec.Struct, frozen=True):
     of the text. ``error``: why the request had to be ended, with no ``output``; it has no more events.
     ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first
     event. ``is_again``: it was written before, in an earlier process (`Engine.add_job`); ``n_tokens``: how
-    many of its tokens it stands for then, of which it is the last. ``n_found``: of the request's tokens
-    before it, those whose KV was there; with its first event that is new.
+    many of its continuation's tokens it stands for then, of which it is the last. ``n_found``: of the tokens
+    before it, those whose KV was there; with the first event that is new of a continuation that was computed
+    by itself.
     """
 
     request_id: str

@@ -126,12 +126,12 @@ class Postprocess:
         return job.beams is not None or job.continuations[request.index].finished is None
 
     def take_back(self, request: Request, tokens: Sequence[int], n_given: int) -> list[TokenEvent]:
-        """What a request wrote in an earlier process, as if it were drawn now, up to its end. Of the first
+        """What a sequence wrote in an earlier process, as if it were drawn now, up to its end. Of the first
         ``n_given`` there is one event."""
         job: LiveRequest = request.payload
-        [c] = job.continuations
+        c = job.continuations[request.index]
         c.matcher = job.matcher and job.matcher.copy()
-        job.n_written = len(tokens)
+        c.n_written = len(tokens)
         events: list[TokenEvent] = []
         for n, token in enumerate(tokens, start=1):
             if not self.is_live(request):
@@ -165,8 +165,7 @@ class Postprocess:
         new_text = c.text.release(finished=ended)
         n, is_first = len(c.token_ids), c.index == 0
         of_prompt = job.prompt_entries if is_first and n == 1 else None
-        is_again = is_first and n <= job.n_written
-        n_found = job.n_found if is_first and n == job.n_written + 1 else None
+        n_found = c.n_found if n == c.n_written + 1 else None
         return [
             TokenEvent(
                 job.request_id,
@@ -176,7 +175,7 @@ class Postprocess:
                 c.index,
                 entry,
                 of_prompt,
-                is_again=is_again,
+                is_again=n <= c.n_written,
                 n_found=n_found,
             )
         ]

@@ -23,12 +23,11 @@ from jaxlamina.server.workshop import Busy, Latest, Workshop, in_thread
 
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
+_NONE: Mapping[int, Any] = {}
 _COMPILING_AT_ONCE = 2  # grammars
 _GRAMMARS_KEPT = 8  # compiled: they may take some MiB each
 _AGAIN_GRAMMAR_S = 120.0  # for one that was compiled before: all come at once in a new process
 _LOOK_S = 0.02  # whether requests have ended that a pause waits for
-NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
-NONE: Mapping[int, int] = {}
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
@@ -172,9 +171,9 @@ class AsyncEngine:
         priority: int = 0,
         counted: bool = True,
         seed: int | None = None,
-        written: Mapping[int, Sequence[int]] = NOTHING_WRITTEN,
-        n_given: Mapping[int, int] = NONE,
-        n_cached: Mapping[int, int] = NONE,
+        written: Mapping[int, Mapping[int, Sequence[int]]] = _NONE,
+        n_given: Mapping[int, Mapping[int, int]] = _NONE,
+        n_cached: Mapping[int, int] = _NONE,
         n_together: int = 0,
         was_taken: bool = False,
     ) -> Answers:
@@ -201,7 +200,7 @@ class AsyncEngine:
             timeout_s = _AGAIN_GRAMMAR_S if was_taken else self._grammar_timeout_s
             matcher = await self._compiled(params, timeout_s, is_patient=not counted)
             jobs = await in_thread(self._jobs, prompts, params, matcher, seed)
-            again = [written.get(which, ()) if job.may_go_on else () for which, job in enumerate(jobs)]
+            again = [written.get(which, {}) if job.may_go_on else {} for which, job in enumerate(jobs)]
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
                 raise Unavailable(self._why_not())
             await self._post(

@@ -67,8 +67,8 @@ class Reply(Generic[T]):
 class Add:
     answers: Any  # who waits: handed back with each event
     jobs: Sequence[LiveRequest]
-    written: Sequence[Sequence[int]]
-    n_given: Mapping[int, int]
+    written: Sequence[Mapping[int, Sequence[int]]]
+    n_given: Mapping[int, Mapping[int, int]]
     n_cached: Mapping[int, int]
     priority: int
     caller: int
@@ -235,7 +235,7 @@ class EngineThread:
                 how: Any = {"priority": message.priority, "caller": message.caller}
                 before: Any = {
                     "written": message.written[index],
-                    "n_given": message.n_given.get(index, 0),
+                    "n_given": message.n_given.get(index, {}),
                     "n_cached": message.n_cached.get(index),
                 }
                 # First: of one that the engine has taken and cannot go on with, nothing may stay there.

@@ -21,15 +21,15 @@ from jaxlamina.server.workshop import in_thread
 
 
 class FollowedAnswer:
-    """The lines of one answer, without those of repeated tokens that need not be told again: of prompts by
-    number the first ``n_given``. `close` in any case, also where nothing was read."""
+    """The lines of one answer, without those of repeated tokens that need not be told again: of sequences,
+    (prompt, continuation), the first ``n_given``. `close` in any case, also where nothing was read."""
 
     def __init__(
         self,
         form: Form,
         answers: Answers,
         error_of: Callable[[Exception], ApiError],
-        n_given: Mapping[int, int],
+        n_given: Mapping[tuple[int, int], int],
         *,
         is_stream: bool,
     ) -> None:
@@ -51,7 +51,7 @@ class FollowedAnswer:
                 of = which, event.index
                 n_seen[of] += event.n_tokens
                 at = n_seen[of] - 1
-                if event.is_again and at < self._n_given.get(which, 0):
+                if event.is_again and at < self._n_given.get(of, 0):
                     if self._is_stream:
                         form.pass_over(which, event)
                     continue

@@ -32,17 +32,17 @@ STEP_SECONDS = "x-step-seconds"
 
 class Follow(msgspec.Struct, frozen=True):
     """What makes an answer the same in another process: ``key``, of which its ids are made, ``created`` (Unix
-    time), ``seed``, for what has none, and of prompts by number the tokens ``written`` so far, how many of
-    these need not be told again (``n_given``), and how many of their own had their KV there at first
-    (``n_cached``). ``n_together``: requests that go on, this one with them, and are asked for at once.
-    ``was_taken``: an earlier process has accepted it, so that what is too much at once is no reason to refuse
-    it."""
+    time), ``seed``, for what has none, of sequences (prompt, continuation) the tokens ``written`` so far and
+    how many of these need not be told again (``n_given``), and of prompts how many tokens had their KV there
+    at first (``n_cached``). ``n_together``: requests that go on, this one with them, and are asked for at
+    once. ``was_taken``: an earlier process has accepted it, so that what is too much at once is no reason to
+    refuse it."""
 
     key: str
     created: int
     seed: int
-    written: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    n_given: tuple[tuple[int, int], ...] = ()
+    written: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    n_given: tuple[tuple[int, int, int], ...] = ()
     n_cached: tuple[tuple[int, int], ...] = ()
     n_together: int = 0
     was_taken: bool = False
@@ -62,8 +62,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     - ``opening``: of the first, which comes once the request is accepted.
     - ``token`` number ``at`` of sequence ``of`` = (prompt, continuation), and with it ``text``, the events of
-      a stream as they go out. ``n_found``: with a prompt's first new token, of the tokens before it those
-      whose KV was there.
+      a stream as they go out. ``n_found``: with a sequence's first new token, of the tokens before it those
+      whose KV was there, where it was computed by itself.
     - ``status``: 200 with the stream's last ``text`` or the whole ``answer``, JSON; or an error's, likewise.
     - ``gone``: the server fails or ends; the request is nobody's fault.
     """

@@ -6,8 +6,8 @@ endpoints do.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import BATCH_PRIORITY
@@ -27,6 +27,7 @@ from jaxlamina.server.responses import ResponsesForm, ResponsesRequest, as_chat
 from jaxlamina.server.settings import MAX_GRAMMAR_BYTES
 from jaxlamina.server.workshop import in_thread
 
+T = TypeVar("T")
 Body = CompletionRequest | ChatCompletionRequest | ResponsesRequest
 
 
@@ -86,7 +87,8 @@ class Service:
     async def followed(self, body: Body, follow: Follow) -> FollowedAnswer:
         """The answer for a supervisor; accepted once this returns."""
         form, answers = await self._begin(body, counted=True, follow=follow)
-        return FollowedAnswer(form, answers, _of, dict(follow.n_given), is_stream=bool(body.stream))
+        n_given = {(which, index): n for which, index, n in follow.n_given}
+        return FollowedAnswer(form, answers, _of, n_given, is_stream=bool(body.stream))
 
     async def _begin(self, body: Body, counted: bool, follow: Follow | None = None) -> tuple[Form, Answers]:
         self.check_model(body.model)
@@ -99,8 +101,8 @@ class Service:
             how: dict[str, Any] = {"priority": priority, "counted": counted}
             if follow is not None:
                 form.identify(follow.key, follow.created)
-                before = {"written": dict(follow.written), "n_cached": dict(follow.n_cached)}
-                before |= {} if form.counts_events else {"n_given": dict(follow.n_given)}
+                before = {"written": _by_prompt(follow.written), "n_cached": dict(follow.n_cached)}
+                before |= {} if form.counts_events else {"n_given": _by_prompt(follow.n_given)}
                 how |= {"seed": follow.seed, "n_together": follow.n_together, **before}
                 how["was_taken"] = follow.was_taken
             return form, await self.engine.submit(prompts, params, **how)
@@ -147,6 +149,14 @@ class Service:
                 "n",
             )
         return form, prompts, params
+
+
+def _by_prompt(of_sequences: Iterable[tuple[int, int, T]]) -> dict[int, dict[int, T]]:
+    """What is said of (prompt, continuation)."""
+    found: dict[int, dict[int, T]] = {}
+    for which, index, what in of_sequences:
+        found.setdefault(which, {})[index] = what
+    return found
 
 
 def _of(error: Exception) -> ApiError:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlamina.errors import UserError
-from jaxlamina.supervisor.unwritten import Unwritten, UnwrittenRequests
+from jaxlamina.supervisor.unwritten import Of, Unwritten, UnwrittenRequests
 
 KEEP_S = 600.0
 """For so long a request that has ended can be asked for."""
@@ -38,20 +38,22 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS requests (
   key TEXT PRIMARY KEY, path TEXT NOT NULL, body BLOB NOT NULL,
   created INTEGER NOT NULL, seed INTEGER NOT NULL, ended REAL);
-CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL, which INTEGER NOT NULL, ids BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS tokens (
+  key TEXT NOT NULL, which INTEGER NOT NULL, ids BLOB NOT NULL, continuation INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
 CREATE TABLE IF NOT EXISTS cached (key TEXT NOT NULL, which INTEGER NOT NULL, n INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS cached_of_request ON cached (key);
 CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, status INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS model (said TEXT NOT NULL);
 """
+_ADDED = "ALTER TABLE tokens ADD COLUMN continuation INTEGER NOT NULL DEFAULT 0"  # to earlier versions' files
 _OF_REQUESTS = ("tokens", "cached", "errors")
 _log = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A request as it came, and what it ``wrote``: tokens of each of its prompts' first sequence.
+    """A request as it came, and what it ``wrote``: tokens of each of its sequences.
     ``n_cached``: tokens of each prompt whose KV was there when it was first computed. ``error``: the status
     and the content that it ended with, where these are not of an answer."""
 
@@ -60,7 +62,7 @@ class Entry:
     body: bytes
     created: int
     seed: int
-    wrote: dict[int, list[int]] = field(default_factory=dict)
+    wrote: dict[Of, list[int]] = field(default_factory=dict)
     n_cached: dict[int, int] = field(default_factory=dict)
     has_ended: bool = False
     error: tuple[int, bytes] | None = None
@@ -92,6 +94,8 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             database = self._opened(path)
             database.executescript(_TABLES)
+            if "continuation" not in {row[1] for row in database.execute("PRAGMA table_info(tokens)")}:
+                database.execute(_ADDED)
             database.execute("DELETE FROM requests WHERE ended < ?", (time.time() - KEEP_S,))
             for table in _OF_REQUESTS:
                 database.execute(f"DELETE FROM {table} WHERE key NOT IN (SELECT key FROM requests)")
@@ -132,8 +136,8 @@ class Journal:
             with self._changed:
                 self._accepting.pop(entry.key, None)
 
-    def wrote(self, key: str, which: int, token: int) -> None:
-        self._note(UnwrittenRequests.wrote, key, which, token)
+    def wrote(self, key: str, of: Of, token: int) -> None:
+        self._note(UnwrittenRequests.wrote, key, of, token)
 
     def cached(self, key: str, which: int, n: int) -> None:
         self._note(UnwrittenRequests.cached, key, which, n)
@@ -150,9 +154,10 @@ class Journal:
         """All that were there at the start; before anything is written."""
         if self._path is None:
             return []
-        wrote: defaultdict[str, dict[int, list[int]]] = defaultdict(dict)
-        for key, which, ids in self._database.execute("SELECT key, which, ids FROM tokens ORDER BY rowid"):
-            wrote[key].setdefault(which, []).extend(array("i", ids))
+        wrote: defaultdict[str, dict[Of, list[int]]] = defaultdict(dict)
+        written = "SELECT key, which, continuation, ids FROM tokens ORDER BY rowid"
+        for key, *of, ids in self._database.execute(written):
+            wrote[key].setdefault((of[0], of[1]), []).extend(array("i", ids))
         cached: defaultdict[str, dict[int, int]] = defaultdict(dict)
         for key, which, n in self._database.execute("SELECT key, which, n FROM cached"):
             cached[key].setdefault(which, n)
@@ -271,8 +276,9 @@ def _write_request(database: sqlite3.Connection, key: str, unwritten: Unwritten)
             database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
     if unwritten.row is not None:
         database.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, NULL)", unwritten.row)
-    for which, ids in unwritten.tokens.items():
-        database.execute("INSERT INTO tokens VALUES (?, ?, ?)", (key, which, ids.tobytes()))
+    for (which, continuation), ids in unwritten.tokens.items():
+        row = key, which, ids.tobytes(), continuation
+        database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", row)
     for which, n in unwritten.cached:
         database.execute("INSERT INTO cached VALUES (?, ?, ?)", (key, which, n))
     if unwritten.ended_at is not None:

@@ -27,6 +27,7 @@ from jaxlamina.server.settings import MOST_TRIES
 from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
 from jaxlamina.supervisor.job_client import JobAnswer, NoAnswer, NotReached
 from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
+from jaxlamina.supervisor.unwritten import Of
 
 _SUSPECT = 2
 """Times (as of `MOST_TRIES`) from which a request is asked for alone, so that it takes no others with it."""
@@ -40,8 +41,6 @@ _KEPT_OF_A_REFUSAL = ("content-type", "retry-after")  # its headers
 AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
-
-_Of = tuple[int, int]  # which prompt, which continuation
 
 
 class _Gone(Exception):
@@ -65,11 +64,11 @@ class FollowedRequest:
     status: int = 0
     content: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
-    tokens: defaultdict[_Of, list[int]] = field(default_factory=lambda: defaultdict(list))
-    n_given: Counter[_Of] = field(default_factory=Counter)  # tokens whose text has gone out, the first ones
+    tokens: defaultdict[Of, list[int]] = field(default_factory=lambda: defaultdict(list))
+    n_given: Counter[Of] = field(default_factory=Counter)  # tokens whose text has gone out, the first ones
     is_open: bool = False  # what comes before the first token has gone out
     n_cached: dict[int, int] = field(default_factory=dict)  # by prompt, when it was first computed
-    to_compute: dict[int, int] = field(default_factory=dict)  # tokens of prompts that go on, not begun yet
+    to_compute: dict[Of, int] = field(default_factory=dict)  # tokens of what goes on, not begun yet
     ended_at: float = 0.0
     n_bytes: int = 0  # that it takes once it has ended
     n_readers: int = 0  # clients that have asked for it by its key, and read
@@ -253,8 +252,8 @@ class FollowedRequests:
 
     def _begin(self, entry: Entry, *, is_of_before: bool = False) -> FollowedRequest:
         request = FollowedRequest(entry, is_of_before)
-        for which, tokens in entry.wrote.items():
-            request.tokens[which, 0] = list(tokens)
+        for of, tokens in entry.wrote.items():
+            request.tokens[of] = list(tokens)
         request.n_cached = dict(entry.n_cached)
         self._all[entry.key] = request
         request.task = asyncio.create_task(self._answer(request))
@@ -358,8 +357,8 @@ class FollowedRequests:
             entry.key,
             entry.created,
             entry.seed,
-            tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index),
-            tuple((which, n) for (which, index), n in request.n_given.items() if not index),
+            tuple((*of, tuple(ids)) for of, ids in request.tokens.items()),
+            tuple((*of, n) for of, n in request.n_given.items()),
             tuple(request.n_cached.items()),
             len(self._waiting) if request in self._waiting else 0,
             request.was_taken,
@@ -402,9 +401,10 @@ class FollowedRequests:
             request.is_open = True
         if request.waits_since or request.tokens:
             self.n_resumed += 1
+            n_prompt = piece.opening.n_prompt_tokens
+            first = ((which, 0) for which in range(len(n_prompt)))
             request.to_compute = {
-                which: n + len(request.tokens[which, 0])
-                for which, n in enumerate(piece.opening.n_prompt_tokens)
+                of: n_prompt[of[0]] + len(request.tokens[of]) for of in {*first, *request.tokens}
             }
         request.note()
 
@@ -414,15 +414,18 @@ class FollowedRequests:
         of, at = piece.of, piece.at
         tokens = request.tokens[of]
         if at < len(tokens) and tokens[at] != piece.token:
-            reason = f"token {at} came out otherwise after a recovery, so the text cannot go on"
-            request.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
-            return False
+            if request.is_stream or request.entry.has_ended:  # somebody may have had it
+                reason = f"token {at} came out otherwise after a recovery, so the text cannot go on"
+                request.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
+                return False
+            # Its client has had nothing. The journal keeps the old ones before the new ones: such a request
+            # begins anew and only compares, so it comes here again.
+            del tokens[at:]
         if piece.n_found is not None:
-            self._began(request, of[0], piece.n_found)
+            self._began(request, of, piece.n_found)
         if at == len(tokens):
             tokens.append(piece.token)
-            if not of[1]:
-                self._journal.wrote(request.key, of[0], piece.token)
+            self._journal.wrote(request.key, of, piece.token)
             self._stood_still(request)
         if at >= request.n_given[of]:
             self._give(request, piece.text)  # first: without memory for it, it is given when it is repeated
@@ -430,11 +433,12 @@ class FollowedRequests:
             request.note()
         return True
 
-    def _began(self, request: FollowedRequest, which: int, n_found: int) -> None:
-        if which not in request.n_cached:
+    def _began(self, request: FollowedRequest, of: Of, n_found: int) -> None:
+        which, index = of
+        if not index and which not in request.n_cached:
             request.n_cached[which] = n_found
             self._journal.cached(request.key, which, n_found)
-        self.n_recomputed_tokens += max(0, request.to_compute.pop(which, 0) - n_found)
+        self.n_recomputed_tokens += max(0, request.to_compute.pop(of, 0) - n_found)
 
     def _stood_still(self, request: FollowedRequest) -> None:
         now = time.monotonic()

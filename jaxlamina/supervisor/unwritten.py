@@ -15,6 +15,8 @@ _EACH_BYTES, _CACHED_BYTES, _TOKEN_BYTES = 1024, 128, 4  # about so many a reque
 
 Row = tuple[str, str, bytes, int, int]
 """A request's key, path, body, when it was made, seed."""
+Of = tuple[int, int]
+"""Which of its prompts, which continuation."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Unwritten:
 
     is_forgotten: bool = False
     row: Row | None = None
-    tokens: dict[int, array[int]] = field(default_factory=dict)  # of each prompt
+    tokens: dict[Of, array[int]] = field(default_factory=dict)
     cached: list[tuple[int, int]] = field(default_factory=list)
     ended_at: float | None = None
     error: tuple[int, bytes] | None = None  # that it ended with
@@ -46,8 +48,8 @@ class Unwritten:
         if later.is_forgotten:
             return None if self.is_nowhere and later.row is None else later
         self.row = self.row or later.row
-        for which, ids in later.tokens.items():
-            self.tokens.setdefault(which, array("i")).extend(ids)
+        for of, ids in later.tokens.items():
+            self.tokens.setdefault(of, array("i")).extend(ids)
         self.cached += later.cached
         self.ended_at, self.error = self.ended_at or later.ended_at, self.error or later.error
         return self
@@ -74,9 +76,9 @@ class UnwrittenRequests:
         else:
             self._without[key] = True
 
-    def wrote(self, key: str, which: int, token: int) -> None:
+    def wrote(self, key: str, of: Of, token: int) -> None:
         if self._has_place(key, _TOKEN_BYTES):
-            self._at(key).tokens.setdefault(which, array("i")).append(token)
+            self._at(key).tokens.setdefault(of, array("i")).append(token)
             self.n_bytes += _TOKEN_BYTES
 
     def cached(self, key: str, which: int, n: int) -> None:
