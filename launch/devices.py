@@ -32,11 +32,12 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
     taken = _taken(cluster, place, n_gpus)
     if taken < n_gpus:
         found["JAXLAMINA_DEVICE"] = str(taken)
-    elif platform == "cuda" or (n_gpus and cluster.transport == "xla"):  # whose ranks are of one platform
+    elif platform == "cuda" or (n_gpus and cluster.transport == "xla"):
+        # XLA's ranks are of one platform.
+        way = "transport mpi" if cluster.transport == "xla" else 'one of the pools with platform "cpu"'
         raise UserError(
             f"no GPU is left for this rank: {n_gpus} here, for {taken + 1} ranks or more. Start fewer ranks "
-            f"on this "
-            'host, or give one of the pools the platform "cpu"'
+            f"on this host, or use {way}"
         )
     elif n_gpus:
         found["JAX_PLATFORMS"] = "cpu"

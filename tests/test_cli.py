@@ -266,6 +266,7 @@ def test_options_of_several_continuations_and_of_kv(capsys, tiny_folder):
     assert "--host-kv-slots -1 must be 0" in one_error(capsys, *model, "--host-kv-slots", "-1")
     line = one_error(capsys, *model, "--calibration-file", "nowhere.txt")
     assert "cannot read --calibration-file nowhere.txt: " in line
+    assert "--served-model-name is empty" in one_error(capsys, "serve", "--served-model-name", "")
 
 
 def test_metrics_of_pools_are_of_a_job(capsys):

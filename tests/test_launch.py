@@ -233,8 +233,10 @@ def test_gpus_go_to_those_ranks_of_a_host_that_want_one():
 
 def test_a_rank_without_a_gpu_says_so():
     cluster = Cluster(dop=(1, 2), model_platform="cuda", attention_platform="cuda")
-    with pytest.raises(UserError, match="no GPU is left for this rank: 2 here, for 3 ranks or more"):
-        devices.variables(cluster, Place(2, 3, 2, "jaxlamina"), n_gpus=2)
+    for transport, way in (("xla", "transport mpi"), ("mpi", 'one of the pools with platform "cpu"')):
+        what = f"no GPU is left for this rank: 2 here, for 3 ranks or more.*or use {way}$"
+        with pytest.raises(UserError, match=what):
+            devices.variables(replace(cluster, transport=transport), Place(2, 3, 2, "jaxlamina"), n_gpus=2)
     assert devices.variables(Cluster(), Place(1, 2, 1, "jaxlamina"), n_gpus=0) == {}
     some = Cluster(gpu_memory_utilization=0.9, transport="mpi", attention_platform="cpu")
     found = [devices.variables(some, Place(rank, 2, rank, "jaxlamina"), n_gpus=1) for rank in range(2)]

@@ -68,6 +68,8 @@ def serve(
         uds=uds,
         supervisor=os.environ.get(SECRET),
     )
+    if not all(name.strip() for name in settings.served_model_names):
+        raise UserError("--served-model-name is empty: requests could not name the model")
     # Before anything takes long. What a supervisor has at its port is not for the server below it.
     ApiKeys(api_key, settings.api_key_file)
     if settings.supervisor is None:
