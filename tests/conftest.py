@@ -95,6 +95,7 @@ LONG_FILES = (
     "test_bench",
     "test_local_attention",
     "test_faults",
+    "test_faults_product",
     "test_prefix_caching",
     "test_staggered",
     "test_blocks",

@@ -112,9 +112,9 @@ def cover() -> list[Fault]:
 
 
 def selected(asked: str) -> list[Fault]:
-    """Those that can be: "" for the cover, "all", a fault's name, or values such as "who=prefill
+    """Those that can be: "" or "cover" for the cover, "all", a fault's name, or values such as "who=prefill
     what=stop,kill". `ValueError` for what is none of these, or where there is no such fault."""
-    if not asked:
+    if asked in ("", "cover"):
         return cover()
     left = [fault for fault in every() if why_not(fault) is None]
     if asked == "all":

@@ -1,13 +1,15 @@
 """Faults by who × what × when × how many ranks × transport (`faults_product`): the product is made, its cover has
 all pairs, and the cover is run.
 
-`FAULTS=all` runs the whole product; `FAULTS="who=prefill what=stop"` a part of it.
+`make test` runs a part of the cover, another one with each commit, `make test-all` all of it. `FAULTS=all` runs the
+whole product; `FAULTS="who=prefill what=stop"` a part of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 
 import pytest
 from checkpoint_examples import tiny_words_folder
@@ -15,8 +17,10 @@ from conftest import why_no_mpi
 from fault_runs import Run, why_no_small_disk
 from faults_product import AXES, cover, every, scenario, selected, why_not
 from launch_hosts import why_no_hosts
+from serving import ROOT
 from supervised import DEADLINE_S
 
+PARTS = 8
 POSSIBLE = [fault for fault in every() if why_not(fault) is None]
 
 
@@ -48,7 +52,7 @@ def test_every_pair_that_can_be_is_in_the_cover():
 
 
 def test_a_part_of_the_product():
-    assert selected("") == cover() and selected("all") == POSSIBLE
+    assert selected("") == selected("cover") == cover() and selected("all") == POSSIBLE
     some = selected("who=prefill what=stop,kill dop=1x2 transport=xla")
     assert {(f.who, f.dop, f.transport) for f in some} == {("prefill", "1x2", "xla")} and len(some) == 2 * 7
     assert selected(str(POSSIBLE[7])) == [POSSIBLE[7]]
@@ -59,14 +63,39 @@ def test_a_part_of_the_product():
         selected("who=model1 dop=1x1")
 
 
+def part_of_this_commit() -> int:
+    """Of `PARTS`: the next one with each commit, so that as many in a row run the whole cover. 0 where there is no
+    repository."""
+    words = ["git", "rev-list", "--count", "HEAD"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(done.stdout) % PARTS if done.returncode == 0 else 0
+
+
+def asked_for(asked):
+    """Of the cover all but this commit's part are for `make test-all`; whatever else is asked for is."""
+    part = None if asked else part_of_this_commit()
+    return [
+        pytest.param(fault, marks=[pytest.mark.slow] * (i % PARTS != part))
+        for i, fault in enumerate(selected(asked))
+    ]
+
+
+def test_parts_are_the_whole_cover(monkeypatch):
+    found = []
+    for part in range(PARTS):
+        monkeypatch.setitem(globals(), "part_of_this_commit", lambda part=part: part)
+        found += [param.values[0] for param in asked_for("") if not param.marks]
+    assert sorted(found) == sorted(cover())
+    assert all(param.marks for param in asked_for("cover"))
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3 * DEADLINE_S)
-@pytest.mark.parametrize("fault", selected(os.environ.get("FAULTS", "")), ids=str)
+@pytest.mark.parametrize("fault", asked_for(os.environ.get("FAULTS", "")), ids=str)
 def test_nothing_is_lost(fault, tiny, tmp_path):
     made = scenario(fault)
     reasons = (

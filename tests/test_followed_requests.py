@@ -159,6 +159,31 @@ def test_another_text_is_given_to_who_has_had_none_of_the_first():
     ]
 
 
+def test_the_journal_has_the_text_that_was_given(tmp_path):
+    """The next supervisor makes the same answer again, and finds that it is the same."""
+
+    async def follow(job, n):
+        journal = Journal(tmp_path / "journal.sqlite")
+        requests = FollowedRequests(job, journal, MemoryReserve(2**20), recovery_s=10)
+        requests.take_up("a model")
+        if n:
+            job.n_asked = 1
+            [key] = requests._ended_before
+            request = requests.find(key)
+        else:
+            request = await requests.accept("/v1/completions", b"{}")
+        async with asyncio.timeout(10):
+            await request.over()
+        await job.close()
+        await requests.settle()
+        journal.close()
+        return request
+
+    for n in range(2):
+        request = asyncio.run(follow(OtherTextJob(is_stream=False), n))
+        assert (request.status, request.content) == (200, b'"the other text"')
+
+
 def test_an_answer_that_had_ended_is_not_given_as_another_one():
     """Its client may have had it of the supervisor before."""
 

@@ -196,6 +196,41 @@ def test_each_continuation_goes_on_after_what_it_wrote(llm, kind, n, gives_one_l
     assert sum(event.output is not None for event in all_again) == 1
 
 
+def test_a_continuation_that_is_not_told_in_whole_has_the_outputs_event(llm):
+    """Else a server would pass over it, and with it how all continuations ended."""
+    params = replace(KINDS["seeded"], n=2)
+    tokens = {
+        i: [e.token_id for e in events] for i, events in of_each(run_all(llm.engine, params, {}, {})).items()
+    }
+    n_given = {0: len(tokens[0]) - 1, 1: len(tokens[1])}
+    *events, last = run_all(llm.engine, params, tokens, n_given)
+    assert last.output is not None and (last.index, last.n_tokens) == (0, 1)
+    assert not any(event.output for event in events)
+
+
+def test_what_goes_on_is_ranked_by_what_it_has_left(tiny):
+    llm = LLM(tiny, max_num_seqs=1, max_model_len=128, scheduling_policy="shortest-remaining")
+    engine, params = llm.engine, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    tokens = [event.token_id for event in run(engine, params)]
+    longer = engine.add_request([1, 2], replace(params, max_tokens=10))
+    going_on = engine.admission.job(PROMPT, params, None)
+    engine.add_job(going_on, written={0: tokens[:22]})
+    ended = []
+    while not engine.idle:
+        ended += [event.request_id for event in engine.step() if event.output]
+    assert ended == [going_on.request_id, longer]
+
+
+def test_who_wrote_nothing_yet_does_not_go_on(llm):
+    """Its prompt is computed once for all continuations."""
+    params, stats = replace(KINDS["seeded"], n=3), llm.engine.stats
+    before = stats.n_prompt_tokens_computed
+    run_all(llm.engine, params, {}, {})
+    once = stats.n_prompt_tokens_computed - before
+    run_all(llm.engine, params, {0: (), 2: ()}, {})
+    assert stats.n_prompt_tokens_computed - before == 2 * once
+
+
 def of_each(events):
     found = {}
     for event in events:
@@ -241,6 +276,12 @@ OPS = st.lists(
             st.tuples(st.integers(0, 2), st.integers(0, 2)),
             st.integers(0, 2**31 - 1),
         ),
+        st.tuples(
+            st.just("cut"),
+            st.integers(0, 5),
+            st.tuples(st.integers(0, 2), st.integers(0, 2)),
+            st.integers(0, 9),
+        ),
         st.tuples(st.just("ended"), st.integers(0, 5)),
         st.tuples(st.just("forget"), st.integers(0, 5)),
         st.tuples(st.just("reopen")),
@@ -264,6 +305,11 @@ def test_the_journal_has_what_was_written(tmp_path_factory, ops):
             _, of, token = about
             known[key].wrote.setdefault(of, []).append(token)
             journal.wrote(key, of, token)
+        elif op == "cut" and key in known and not known[key].has_ended:
+            _, of, at = about
+            if wrote := known[key].wrote.pop(of, [])[:at]:
+                known[key].wrote[of] = wrote
+            journal.cut(key, of, wrote)
         elif op == "ended" and key in known:
             known[key] = Entry(*_fields(known[key]), has_ended=True)
             journal.ended(key)

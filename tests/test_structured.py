@@ -8,12 +8,15 @@ import re
 from dataclasses import replace
 
 import pytest
-from checkpoint_examples import few_layers_folder
+from checkpoint_examples import LLAMA, byte_tokenizer, few_layers_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
+from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.structured import Grammars
+from jaxlamina.text.tokenizer import Tokenizer
+from jaxlamina.weights.sources import InMemoryModel
 
 SCHEMA = {
     "type": "object",
@@ -202,6 +205,22 @@ def test_bounds_leave_out_nothing_else(llm, grammars):
 def test_what_does_not_go_with_a_grammar_is_refused(beside: dict):
     with pytest.raises(UserError, match="structured_outputs"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **beside)
+
+
+@pytest.mark.parametrize("vocab_size", [288, 290])
+def test_a_grammar_beside_tokens_that_alone_are_allowed(vocab_size):
+    """In one batch: both say which tokens may come as words of 32, of as many tokens as the model has."""
+    config = ModelConfig.from_hf({**LLAMA, "vocab_size": vocab_size})
+    model = InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
+    llm = LLM(model, split=False, max_num_seqs=2, max_model_len=64)
+    params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
+    one = replace(params, structured_outputs=StructuredOutputs(regex="[a-z]{20}"))
+    assert len(llm.engine.admission.matcher(one).mask()) == -(-vocab_size // 32)
+    two = replace(params, allowed_token_ids=[97, 98])
+    alone = [llm.generate([prompt], p)[0].token_ids for prompt, p in (([65], one), ([66], two))]
+    together = llm.generate([[65], [66]], [one, two])
+    assert [out.token_ids for out in together] == alone
+    assert re.fullmatch("[a-z]{8}", together[0].text) and set(together[1].token_ids) <= {97, 98}
 
 
 def test_a_tokenizer_that_the_library_cannot_read_is_one_line():

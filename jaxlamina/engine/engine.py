@@ -270,6 +270,7 @@ class Engine:
             raise UserError("what the request wrote has tokens that are not in the vocabulary")
         job.n_cached_tokens = n_cached
         params = job.params
+        written = {index: tokens for index, tokens in written.items() if tokens}
         requests = [
             Request(
                 job.request_id,
@@ -284,14 +285,17 @@ class Engine:
                 scores_prompt=params.prompt_logprobs is not None,
                 # One that begins anew is to repeat its tokens: it is computed as it was.
                 most_found=n_cached if self.capabilities.rounds_kv and not written else None,
+                output_token_ids=list(written.get(index, ())),  # by which it may be ranked
             )
             for index in range(params.n_sequences if written else 1)
         ]
         for request in requests:
             self.scheduler.add(request)
         self.postprocess.live[job.request_id] = job, requests
-        for index, tokens in written.items():
-            self._again += self.postprocess.take_back(requests[index], tokens, n_given.get(index, 0))
+        # The request's output comes with the last event, which is to be one that is still to be given.
+        for index in sorted(written, key=lambda index: n_given.get(index, 0) < len(written[index])):
+            again = self.postprocess.take_back(requests[index], written[index], n_given.get(index, 0))
+            self._again += again
         for request in [request for request in requests if self.postprocess.is_live(request)][1:]:
             request.n_counted = len(job.prompt_token_ids)  # which count once
         return job.request_id

@@ -132,6 +132,7 @@ class Postprocess:
         c = job.continuations[request.index]
         c.matcher = job.matcher and job.matcher.copy()
         c.n_written = len(tokens)
+        request.output_token_ids = []
         events: list[TokenEvent] = []
         for n, token in enumerate(tokens, start=1):
             if not self.is_live(request):

@@ -130,10 +130,10 @@ class StructuredOutputs:
 
 
 class Matcher:
-    """Where one output is in its grammar."""
+    """Where one output is in its grammar. ``vocab_size``: the model's."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, vocab_size: int) -> None:
+        self._inner, self._vocab_size = inner, vocab_size
 
     def mask(self) -> np.ndarray:
         """[ceil(V/32)] uint32: bit t % 32 of word t // 32 says whether token t may come next. An
@@ -142,7 +142,8 @@ class Matcher:
         began = time.thread_time()
         import numpy as np
 
-        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint32)
+        # The library has a bit more than there are tokens, which may be in a word of its own.
+        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)]
         if time.thread_time() - began > _SLOWEST_MASK_S:
             raise UserError("structured_outputs take too long to follow: ask for something simpler")
         return bits
@@ -156,7 +157,7 @@ class Matcher:
         return "stop" if self._inner.is_stopped() else None
 
     def copy(self) -> Matcher:
-        return Matcher(self._inner.deep_copy())
+        return Matcher(self._inner.deep_copy(), self._vocab_size)
 
 
 class Grammars:
@@ -173,6 +174,7 @@ class Grammars:
             raise UserError(
                 "structured_outputs need llguidance: pip install 'jaxlamina[structured]'"
             ) from None
+        self._vocab_size = vocab_size
         self._matcher = llguidance.LLMatcher
         self._grammar_from = llguidance.grammar_from
         self._limits = llguidance.LLParserLimits
@@ -201,7 +203,7 @@ class Grammars:
             why = contained(error)
         if why is not None:
             raise UserError(f"structured_outputs.{asked.kind} cannot be followed: {_line(why)}")
-        return Matcher(inner)
+        return Matcher(inner, self._vocab_size)
 
     def _grammar(self, asked: StructuredOutputs) -> str:
         if asked.regex is not None:

@@ -17,7 +17,7 @@ import threading
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +138,10 @@ class Journal:
 
     def wrote(self, key: str, of: Of, token: int) -> None:
         self._note(UnwrittenRequests.wrote, key, of, token)
+
+    def cut(self, key: str, of: Of, tokens: Sequence[int]) -> None:
+        """It wrote these, and nothing after them."""
+        self._note(UnwrittenRequests.cut, key, of, tokens)
 
     def cached(self, key: str, which: int, n: int) -> None:
         self._note(UnwrittenRequests.cached, key, which, n)
@@ -276,6 +280,8 @@ def _write_request(database: sqlite3.Connection, key: str, unwritten: Unwritten)
             database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
     if unwritten.row is not None:
         database.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, NULL)", unwritten.row)
+    for of in unwritten.anew:
+        database.execute("DELETE FROM tokens WHERE key = ? AND which = ? AND continuation = ?", (key, *of))
     for (which, continuation), ids in unwritten.tokens.items():
         row = key, which, ids.tobytes(), continuation
         database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", row)

@@ -404,7 +404,7 @@ class FollowedRequests:
             n_prompt = piece.opening.n_prompt_tokens
             first = ((which, 0) for which in range(len(n_prompt)))
             request.to_compute = {
-                of: n_prompt[of[0]] + len(request.tokens[of]) for of in {*first, *request.tokens}
+                of: n_prompt[of[0]] + len(request.tokens.get(of, ())) for of in {*first, *request.tokens}
             }
         request.note()
 
@@ -418,9 +418,8 @@ class FollowedRequests:
                 reason = f"token {at} came out otherwise after a recovery, so the text cannot go on"
                 request.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
                 return False
-            # Its client has had nothing. The journal keeps the old ones before the new ones: such a request
-            # begins anew and only compares, so it comes here again.
             del tokens[at:]
+            self._journal.cut(request.key, of, tokens)
         if piece.n_found is not None:
             self._began(request, of, piece.n_found)
         if at == len(tokens):

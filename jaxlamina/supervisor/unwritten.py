@@ -6,6 +6,7 @@ Pure. Knows what a journal has of a request; nothing of disks and threads.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,10 +23,11 @@ Of = tuple[int, int]
 @dataclass
 class Unwritten:
     """Of one request, in the order in which it is to be written. ``is_forgotten``: what the disk has of it is
-    taken away first. ``row``: it is not there at all."""
+    taken away first. ``row``: it is not there at all. ``anew``: sequences of which what it has is."""
 
     is_forgotten: bool = False
     row: Row | None = None
+    anew: set[Of] = field(default_factory=set)
     tokens: dict[Of, array[int]] = field(default_factory=dict)
     cached: list[tuple[int, int]] = field(default_factory=list)
     ended_at: float | None = None
@@ -48,6 +50,9 @@ class Unwritten:
         if later.is_forgotten:
             return None if self.is_nowhere and later.row is None else later
         self.row = self.row or later.row
+        for of in later.anew:
+            self.tokens.pop(of, None)
+        self.anew |= later.anew
         for of, ids in later.tokens.items():
             self.tokens.setdefault(of, array("i")).extend(ids)
         self.cached += later.cached
@@ -80,6 +85,15 @@ class UnwrittenRequests:
         if self._has_place(key, _TOKEN_BYTES):
             self._at(key).tokens.setdefault(of, array("i")).append(token)
             self.n_bytes += _TOKEN_BYTES
+
+    def cut(self, key: str, of: Of, tokens: Sequence[int]) -> None:
+        """It wrote these, and nothing after them."""
+        n_bytes = _TOKEN_BYTES * len(tokens)
+        if self._has_place(key, n_bytes):
+            request = self._at(key)
+            self.n_bytes += n_bytes - _TOKEN_BYTES * len(request.tokens.get(of, ()))
+            request.tokens[of] = array("i", tokens)
+            request.anew.add(of)
 
     def cached(self, key: str, which: int, n: int) -> None:
         if self._has_place(key, _CACHED_BYTES):
