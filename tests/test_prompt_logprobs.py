@@ -98,6 +98,23 @@ def test_events_bring_them_once_and_each_tokens_own():
             assert tuple(mine) == (completion.logprobs or (None,) * len(mine))
 
 
+def test_after_a_preemption_they_are_what_they_were():
+    """Nor are they computed again: the prompt's KV may be found."""
+    llm = small(kv_slots=80, kv_headroom=0)
+    params = replace(SCORED, max_tokens=20, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[0][1:]]
+    events: list[TokenEvent] = []
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, on_token=events.append)
+    assert sum(out.n_preemptions for out in outputs) > 0
+    for out in outputs:
+        first, *others = [event for event in events if event.request_id == out.request_id]
+        assert first.prompt_logprobs == out.prompt_logprobs and None not in out.prompt_logprobs[1:]
+        assert all(event.prompt_logprobs is None for event in others)
+    n_once = sum(map(len, prompts))
+    assert n_once <= llm.stats()["n_prompt_tokens_computed"] < n_once + len(prompts[1])
+    llm.engine.check_integrity()
+
+
 def test_aborted_before_it_was_computed():
     llm = small(max_num_batched_tokens=8)
     request_id = llm.engine.add_request(PROMPTS[0], SCORED)

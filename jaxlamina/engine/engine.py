@@ -544,6 +544,7 @@ class Engine:
         self._count(request, span)
         if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
             return self._launched(LaunchedRows([request], is_decode=False, logits=logits, scored=scored))
+        request.scores_prompt = False  # it is known: after a preemption its KV may be found
         requests = [request]
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
             requests = self.postprocess.branch([request], [0] * request.width)
