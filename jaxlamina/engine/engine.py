@@ -38,8 +38,8 @@ from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart, Step
 
-# For prefill workers, where nothing else is to be done: then whoever calls looks for what has come meanwhile.
 _NONE: Mapping[int, Any] = {}
+# For prefill workers, where nothing else is to be done: then whoever calls looks for what has come meanwhile.
 _WAIT_S = 0.02
 _MOST_OF_NOBODY = 100  # steps in a row that nobody runs in, though requests wait: a preemption makes one such
 _LOOKED_AT_TOGETHER = 8  # newcomers: what is kept of the first comes back while others are looked at

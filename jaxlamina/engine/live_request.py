@@ -35,9 +35,7 @@ class Continuation:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     n_written: int = 0  # tokens that it wrote in an earlier process
-    n_found: int | None = (
-        None  # of its tokens and the prompt's, whose KV was there when it was first computed
-    )
+    n_found: int | None = None  # of the prompt's tokens and its own, whose KV was there in this process
     finished: CompletionOutput | None = None
 
 
