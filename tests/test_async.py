@@ -331,7 +331,7 @@ def test_tokens_go_out_while_a_step_is_launched_and_before_one_is_waited_for(sma
     params = SamplingParams(temperature=0.0, max_tokens=5)
     job = engine.admission.job([1, 2, 3], params, None)
     thread.start(loop)
-    added = Add(object(), [job], [()], {}, {}, 0, 0, False, Done())  # type: ignore[arg-type]
+    added = Add(object(), [job], [{}], {}, {}, 0, 0, False, Done())  # type: ignore[arg-type]
     thread.put(added)
     until = time.monotonic() + 60
     while "out 5" not in seen and time.monotonic() < until:

@@ -91,9 +91,10 @@ class UnwrittenRequests:
         n_bytes = _TOKEN_BYTES * len(tokens)
         if self._has_place(key, n_bytes):
             request = self._at(key)
-            self.n_bytes += n_bytes - _TOKEN_BYTES * len(request.tokens.get(of, ()))
-            request.tokens[of] = array("i", tokens)
+            self.n_bytes += n_bytes - _TOKEN_BYTES * len(request.tokens.pop(of, ()))
             request.anew.add(of)
+            if tokens:
+                request.tokens[of] = array("i", tokens)
 
     def cached(self, key: str, which: int, n: int) -> None:
         if self._has_place(key, _CACHED_BYTES):
