@@ -20,7 +20,7 @@ from launch_hosts import why_no_hosts
 from serving import ROOT
 from supervised import DEADLINE_S
 
-PARTS = 8
+PARTS = 16
 POSSIBLE = [fault for fault in every() if why_not(fault) is None]
 
 
