@@ -135,7 +135,7 @@ class Run:
         self.asked: dict[str, Asked] = {}
         self.changes: list[tuple[Asked, int | None]] = []
         self._folders: set[Path] = set()  # of sockets and pipes, that processes had when a fault came
-        self._struck: set[int] = set()  # all of a job that was struck: it may take a moment to end
+        self._struck: set[int] = set()  # all of jobs that were struck: they may take a moment to end
         self._n_logged = 0  # lines of the log when prompts were asked for
         self._looks = Looks(lambda: self.server.port)
 
@@ -243,7 +243,7 @@ class Run:
             self.changes.append((change, event.status))
         if event.signal:
             self._folders |= folders(server.process.pid)
-            self._struck |= set(children(server.process.pid))
+            self._struck |= self.of_job()
             os.kill(pid, getattr(signal, event.signal))
             if (event.signal, event.whom) == ("SIGKILL", "supervisor"):
                 server.process.wait(20)
@@ -263,6 +263,13 @@ class Run:
             self.start()
         if event.resume:  # while the job is started again it takes no such calls
             wait_until(lambda: self.server.request("POST", "/resume")[0] == 200)
+
+    def of_job(self) -> set[int]:
+        """All processes of the job that runs; those of one that is made ready may take over."""
+        with contextlib.suppress(StopIteration):
+            job = find("starter" if self.scenario.job else "server", self.server.process.pid)
+            return {job, *children(job)}
+        return set()
 
     def lift(self) -> None:
         if self.hosts is not None:
