@@ -202,7 +202,7 @@ class Run:
         if event.after_recoveries:
             if len(restarts(self.server)) < event.after_recoveries:
                 return False
-            return event.lift or self.is_there(event.whom)
+            return event.lift or self.has_taken_over(event.whom)
         if event.lift and self.scenario.full_disk:
             return self.counter("jaxlamina:journal_failures_total") >= 1
         return not event.during or self.is_in(event.during, event.whom)
@@ -219,7 +219,12 @@ class Run:
         status = self.server.get("/v1/fault_tolerance/status")
         if moment == "scaling":
             return status["spare"] == "starting"
-        return status["status"] == "recovering" and self.is_there(whom, self._struck)
+        return status["status"] == "recovering" and self.has_taken_over(whom, self._struck)
+
+    def has_taken_over(self, whom: str, apart_from: Collection[int] = ()) -> bool:
+        """Not while a process stands ready that has its imports: it is none of the job's yet."""
+        status = self.server.get("/v1/fault_tolerance/status")
+        return status["spare"] not in ("importing", "imported") and self.is_there(whom, apart_from)
 
     def is_there(self, whom: str, apart_from: Collection[int] = ()) -> bool:
         """Of a starter's ranks those on the other host are no children of the supervisor."""
