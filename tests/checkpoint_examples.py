@@ -15,9 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.models.config_files import model_config
+from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights import open_checkpoint
 from jaxlamina.weights.convert import _write_side_files
 from jaxlamina.weights.safetensors_io import write_safetensors
+from jaxlamina.weights.sources import InMemoryModel
 
 LLAMA = {
     "model_type": "llama",
@@ -127,6 +129,12 @@ def byte_tokens() -> list[str]:
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     unseen = iter(range(256, 512))
     return [chr(b) if b in visible else chr(next(unseen)) for b in range(256)]
+
+
+def byte_model(**changes: Any) -> InMemoryModel:
+    """`LLAMA` with ``changes`` and random weights, which reads and writes bytes."""
+    config = ModelConfig.from_hf(LLAMA | changes)
+    return InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -202,7 +202,7 @@ class Run:
         if event.after_recoveries:
             if len(restarts(self.server)) < event.after_recoveries:
                 return False
-            return event.lift or self.has_taken_over(event.whom)
+            return event.lift or self.has_taken_over(self.status(), event.whom)
         if event.lift and self.scenario.full_disk:
             return self.counter("jaxlamina:journal_failures_total") >= 1
         return not event.during or self.is_in(event.during, event.whom)
@@ -216,14 +216,16 @@ class Run:
             log = self.server.lines[self._n_logged :]
             begun, done = ("Compiling jit", "Finished XLA compilation")
             return sum(begun in line for line in log) > sum(done in line for line in log)
-        status = self.server.get("/v1/fault_tolerance/status")
+        status = self.status()
         if moment == "scaling":
             return status["spare"] == "starting"
-        return status["status"] == "recovering" and self.has_taken_over(whom, self._struck)
+        return status["status"] == "recovering" and self.has_taken_over(status, whom, self._struck)
 
-    def has_taken_over(self, whom: str, apart_from: Collection[int] = ()) -> bool:
+    def status(self) -> Mapping[str, str]:
+        return self.server.get("/v1/fault_tolerance/status")
+
+    def has_taken_over(self, status: Mapping[str, str], whom: str, apart_from: Collection[int] = ()) -> bool:
         """Not while a process stands ready that has its imports: it is none of the job's yet."""
-        status = self.server.get("/v1/fault_tolerance/status")
         return status["spare"] not in ("importing", "imported") and self.is_there(whom, apart_from)
 
     def is_there(self, whom: str, apart_from: Collection[int] = ()) -> bool:

@@ -20,22 +20,19 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from checkpoint_examples import LLAMA, byte_tokenizer, tiny_words_folder
+from checkpoint_examples import byte_model, tiny_words_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import ROOT, WORDS_TEMPLATE, environment, serving
 from supervised import wait_until
 
 from jaxlamina import LLM, SamplingParams, UserError
-from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.params import StructuredOutputs
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, TooMany
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pieces import SECRET, Opening, Piece
 from jaxlamina.supervisor import journal as journal_module
 from jaxlamina.supervisor.journal import Entry, Journal
-from jaxlamina.text.tokenizer import Tokenizer
-from jaxlamina.weights.sources import InMemoryModel
 
 PROMPT = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6]
 KINDS = {
@@ -144,9 +141,7 @@ def test_what_a_caller_has_had_is_one_event(llm, kind, n, n_given):
 
 def test_a_grammar_goes_on_where_it_was():
     pytest.importorskip("llguidance")
-    config = ModelConfig.from_hf(LLAMA)
-    model = InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
-    llm = LLM(model, split=False, max_num_seqs=2, max_model_len=64)
+    llm = LLM(byte_model(), split=False, max_num_seqs=2, max_model_len=64)
     asked = StructuredOutputs(regex="[A-Z][a-z]{3,8} [0-9]{4}, [a-z ]{5,10}!")
     params = SamplingParams(max_tokens=40, seed=2, structured_outputs=asked)
     whole = run(llm.engine, params)

@@ -7,19 +7,16 @@ import asyncio
 import threading
 
 import pytest
-from checkpoint_examples import LLAMA, byte_tokenizer
+from checkpoint_examples import byte_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
 from jaxlamina.engine.engine import Engine
-from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.structured import Grammars
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.workshop import Busy, Workshop
-from jaxlamina.text.tokenizer import Tokenizer
-from jaxlamina.weights.sources import InMemoryModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PARAMS = {
@@ -38,9 +35,7 @@ class Panic(BaseException):
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    config = ModelConfig.from_hf(LLAMA)
-    model = InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
-    return LLM(model, split=False, max_num_seqs=6, max_model_len=64, kv_slots=200)
+    return LLM(byte_model(), split=False, max_num_seqs=6, max_model_len=64, kv_slots=200)
 
 
 @pytest.fixture(scope="module")

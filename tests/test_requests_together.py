@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from checkpoint_examples import LLAMA, byte_tokenizer
+from checkpoint_examples import byte_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +17,6 @@ from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
 from jaxlamina.engine.engine import Engine
 from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.outputs import TokenEvent
-from jaxlamina.models import ModelConfig, random_params
-from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.sources import InMemoryModel
 
 pytest.importorskip("llguidance")
@@ -98,8 +96,7 @@ EACH = ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ENGI
 
 @functools.lru_cache
 def model_of(vocab_size: int) -> InMemoryModel:
-    config = ModelConfig.from_hf({**LLAMA, "vocab_size": vocab_size})
-    return InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
+    return byte_model(vocab_size=vocab_size)
 
 
 @functools.lru_cache

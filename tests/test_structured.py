@@ -8,15 +8,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from checkpoint_examples import LLAMA, byte_tokenizer, few_layers_folder
+from checkpoint_examples import byte_model, few_layers_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
-from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.structured import Grammars
-from jaxlamina.text.tokenizer import Tokenizer
-from jaxlamina.weights.sources import InMemoryModel
 
 SCHEMA = {
     "type": "object",
@@ -210,9 +207,7 @@ def test_what_does_not_go_with_a_grammar_is_refused(beside: dict):
 @pytest.mark.parametrize("vocab_size", [288, 290])
 def test_a_grammar_beside_tokens_that_alone_are_allowed(vocab_size):
     """In one batch: both say which tokens may come as words of 32, of as many tokens as the model has."""
-    config = ModelConfig.from_hf({**LLAMA, "vocab_size": vocab_size})
-    model = InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
-    llm = LLM(model, split=False, max_num_seqs=2, max_model_len=64)
+    llm = LLM(byte_model(vocab_size=vocab_size), split=False, max_num_seqs=2, max_model_len=64)
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
     one = replace(params, structured_outputs=StructuredOutputs(regex="[a-z]{20}"))
     assert len(llm.engine.admission.matcher(one).mask()) == -(-vocab_size // 32)

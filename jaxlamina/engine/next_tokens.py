@@ -21,6 +21,7 @@ from jaxlamina.process.compile_ahead import ProgramAhead, only_compiled
 from jaxlamina.sampling.adjustments import LEAST_COUNTED, LEAST_TOKENS, Adjusted, Counted, power_of_4
 from jaxlamina.sampling.params import MAX_LOGIT_BIASES, SamplingParams
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS, Row, Sampler, SamplingBatch
+from jaxlamina.sampling.structured import n_mask_words
 from jaxlamina.steps.buckets import CompiledSizes
 
 # One of each of the sampler's ways to choose: the likeliest token, a drawn one, and one drawn of those that a
@@ -152,7 +153,7 @@ class Drawing:
 
     def _kinds_of_adjustment(self, n_rows: int, max_tokens: int) -> list[Adjusted]:
         found = [
-            Adjusted(mask=np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),
+            Adjusted(mask=np.full(n_mask_words(self.vocab_size), 0xFFFFFFFF, np.uint32)),
             Adjusted(banned=[0]),
             Adjusted(banned_after=[(0, 0)]),
         ]

@@ -164,8 +164,8 @@ class Postprocess:
         if job.params.chosen_at_end:
             return [] if output is None else events_at_end(output)
         new_text = c.text.release(finished=ended)
-        n, is_first = len(c.token_ids), c.index == 0
-        of_prompt = job.prompt_entries if is_first and n == 1 else None
+        n = len(c.token_ids)
+        of_prompt = job.prompt_entries if c.index == 0 and n == 1 else None
         n_found = c.n_found if n == c.n_written + 1 else None
         return [
             TokenEvent(

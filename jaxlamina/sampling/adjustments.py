@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.sampling.structured import n_mask_words
+
 NO_TOKEN = np.iinfo(np.int32).max  # beyond any vocabulary: scatters drop it
 
 
@@ -111,7 +113,7 @@ class Adjustments(NamedTuple):
 
 def mask_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
     """``mask`` of `Adjusted` that allows ``tokens`` alone."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits = np.zeros(n_mask_words(vocab_size) * 32, np.uint8)
     bits[np.fromiter(tokens, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 

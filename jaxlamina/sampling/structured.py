@@ -129,6 +129,11 @@ class StructuredOutputs:
         return len(text.encode("utf-8", "surrogatepass"))
 
 
+def n_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that say of each token whether it may come next."""
+    return -(-vocab_size // 32)
+
+
 class Matcher:
     """Where one output is in its grammar. ``vocab_size``: the model's."""
 
@@ -143,7 +148,7 @@ class Matcher:
         import numpy as np
 
         # The library has a bit more than there are tokens, which may be in a word of its own.
-        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)]
+        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint32)[: n_mask_words(self._vocab_size)]
         if time.thread_time() - began > _SLOWEST_MASK_S:
             raise UserError("structured_outputs take too long to follow: ask for something simpler")
         return bits

@@ -160,8 +160,8 @@ class Journal:
             return []
         wrote: defaultdict[str, dict[Of, list[int]]] = defaultdict(dict)
         written = "SELECT key, which, continuation, ids FROM tokens ORDER BY rowid"
-        for key, *of, ids in self._database.execute(written):
-            wrote[key].setdefault((of[0], of[1]), []).extend(array("i", ids))
+        for key, which, continuation, ids in self._database.execute(written):
+            wrote[key].setdefault((which, continuation), []).extend(array("i", ids))
         cached: defaultdict[str, dict[int, int]] = defaultdict(dict)
         for key, which, n in self._database.execute("SELECT key, which, n FROM cached"):
             cached[key].setdefault(which, n)
