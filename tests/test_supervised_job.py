@@ -121,12 +121,18 @@ def test_without_a_spare_the_next_start_has_its_imports_and_waits_for_the_end_of
         await until(lambda: job.spare_state == "imported")
         ahead = job._spare
         print(job.n_starts, ahead.imports_alone, ahead.stands_by)
-        gone, job._leaving.gone = asyncio.Event(), lambda: gone.wait()
+        may_go, gone = asyncio.Event(), job._leaving.gone
+
+        async def gone_later():
+            await may_go.wait()
+            await gone()
+
+        job._leaving.gone = gone_later
         first.process.kill()
         await until(lambda: len(job.causes) == 1)
         await asyncio.sleep(0.3)
         print(job.state, Path(f"{ahead.socket}.takes-over").exists(), job.n_starts)
-        gone.set()
+        may_go.set()
         second = await job.ready(20, after=first.n)
         print(second is ahead, job.n_starts, [cause.kind for cause in job.causes])
         await until(lambda: job.spare_state == "imported" and job._spare is not ahead)
