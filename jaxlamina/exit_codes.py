@@ -11,3 +11,5 @@ FAILED = 3
 """A rank failed, whatever it died of and whatever it was doing."""
 INTERRUPTED = 130
 """Ctrl-C; another signal that ends a launcher is 128 + its number."""
+ENDED_BY_SIGTERM = (-15, 128 + 15)
+"""Of a process that had no answer to it: by itself, or through a launcher."""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxlamina.exit_codes import BAD_INPUT, FAILED, WRONG
+from jaxlamina.exit_codes import BAD_INPUT, ENDED_BY_SIGTERM, FAILED, WRONG
 from jaxlamina.process import ending
 from jaxlamina.process.descendants import descendants
 from jaxlamina.process.parents import end_with_parent
@@ -182,7 +182,7 @@ class Job:
         self._code = 0
         self._killed_starter = ""  # the line that says so
         self._signal: int | None = None
-        self._is_asked_to_end = False
+        self._asked_to_end_by: int | None = None  # a signal
         self._deadline: float | None = None
         self._kill_at: float | None = None
 
@@ -295,7 +295,7 @@ class Job:
             self._deadline = now + self._failed_grace_s  # a rank that has written its line is about to end
         if self._is_supervised and self._pipes and self._reason.silent():
             self._end_mpirun_alone()
-        if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
+        if self._signal is not None and self._end_s is not None and self._asked_to_end_by is None:
             self._ask_to_end(now + self._end_s)
         if self._begin_by is not None and now > self._begin_by:
             self._begin_by = None
@@ -334,7 +334,7 @@ class Job:
 
     def _ask_to_end(self, deadline: float) -> None:
         """Has rank 0 bring its work to an end; the others end after it. The signal has been heeded then."""
-        self._is_asked_to_end = True
+        self._asked_to_end_by = self._signal
         try:
             os.kill(int(self._first_pid.read_text()), signal.SIGTERM)
         except (OSError, ValueError):  # it has not begun, or is gone: there is nothing to bring to an end
@@ -344,6 +344,9 @@ class Job:
     def _ended(self, running: _Running, now: float) -> None:
         code = running.code
         assert code is not None
+        if self._asked_to_end_by is not None and running.is_first and code in ENDED_BY_SIGTERM:
+            self._signal = self._asked_to_end_by  # rank 0 had nothing to bring to an end as yet
+            return
         if code or running.is_first:
             soon = now + (self._failed_grace_s if code else self._grace_s)
             self._deadline = soon if self._deadline is None else min(soon, self._deadline)

@@ -206,7 +206,7 @@ async def spare_of(job):
         await asyncio.sleep(0.02)
 
 async def main():
-    times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
+    times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30, shutdown_s=30)
     job = SupervisedJob(JobCommand((sys.executable, *sys.argv[2:])), Path(sys.argv[1]), n_spare=1, **times)
     running = asyncio.create_task(job.run())
     first = await job.ready(20)

@@ -35,6 +35,8 @@ children = [
 ]
 describe = Cluster(dop=(1, len(scripts) - 1)).describe
 options = {"grace_s": 60, "is_supervised": True} if "supervised" in sys.argv else {"grace_s": 1.5}
+if "ends" in sys.argv:
+    options |= {"end_s": 20, "folder": sys.argv[-1]}
 sys.exit(Job(children, describe, **options).run())
 """
 SLEEP = "import time; time.sleep(60)"
@@ -204,6 +206,24 @@ def test_an_interrupt_ends_all_and_says_nothing(tmp_path, number):
     here = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w').close(); time.sleep(60)"
     process = start(here, here, here)
     pids = _pids(tmp_path, 3)
+    process.send_signal(number)
+    assert finish(process)[::2] == (128 + number, [])
+    assert not any(_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_ranks_that_are_asked_to_end_and_have_no_answer_to_it_say_nothing(tmp_path, number, has_begun):
+    """As a server has none while it starts. Rank 0 may have said already which process it is."""
+    here = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w').close(); "
+    first = f"open(r'{tmp_path.parent}/first', 'w').write(str(os.getpid())); " if has_begun else ""
+    (tmp_path.parent / "first").unlink(missing_ok=True)
+    process = start(
+        f"import os; {first}{here}time.sleep(60)",
+        f"{here}time.sleep(60)",
+        words=["ends", str(tmp_path.parent)],
+    )
+    pids = _pids(tmp_path, 2)
     process.send_signal(number)
     assert finish(process)[::2] == (128 + number, [])
     assert not any(_alive(pid) for pid in pids)

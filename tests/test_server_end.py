@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoint_examples import tiny_words_folder
-from serving import STARTED, WORDS_TEMPLATE, serving
+from serving import ROOT, STARTED, WORDS_TEMPLATE, environment, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.run.executor import WrappedExecutor
@@ -139,6 +141,32 @@ def test_a_start_that_is_interrupted_ends_well(tiny):
         assert server.request("GET", "/health")[0] == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.finish(90) == 0
+
+
+TAKES_ALL = """
+import os, signal, time
+from jaxlamina.engine.policies import Fifo
+
+class TakesAll(Fifo):
+    def __init__(self):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except SystemExit:
+            print("taken", flush=True)
+"""
+
+
+def test_a_start_ends_well_though_its_end_is_taken_for_something_else(tiny, tmp_path):
+    (tmp_path / "takes_all.py").write_text(TAKES_ALL)
+    words = [sys.executable, "-m", "jaxlamina", "serve", "--port", "0", "--model", str(tiny)]
+    done = subprocess.run(
+        [*words, "--scheduling-policy", "takes_all:TakesAll", "--no-warm-up"],
+        check=False, capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "taken\n"), done.stderr
+    assert "ready: " not in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow]), "xla"])

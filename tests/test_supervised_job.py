@@ -28,7 +28,7 @@ if 'dop="1,2"' in sys.argv and (here / "wrong").exists():
 """
 # `python` is a link: without it nothing can be started.
 SUPERVISOR = """
-import asyncio, json, logging, os, subprocess, sys
+import asyncio, json, logging, os, signal, subprocess, sys
 from pathlib import Path
 from jaxlamina.server.errors import ApiError
 from jaxlamina.supervisor import leaving
@@ -47,7 +47,7 @@ async def until(holds):
             await asyncio.sleep(0.01)
 
 async def main(how):
-    times = how | dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
+    times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30, shutdown_s=30) | how
     command = JobCommand((str(python), "-c", sys.argv[2], "--", "serve"), Workers(1, 1, 0))
     job = SupervisedJob(command, folder, **times)
     running = asyncio.create_task(job.run())
@@ -97,6 +97,31 @@ def test_a_first_start_that_the_system_refuses_is_given_up(tmp_path):
     said = supervise(tmp_path, scenario)[-1]
     assert said.startswith("given up: the job ended: it could not be started: [Errno 2]"), said
     assert said.endswith(" 3")
+
+
+def test_a_job_that_is_asked_to_end_and_has_no_answer_to_it_ends_well(tmp_path):
+    """As it has none while it starts."""
+    scenario = """
+        await until(lambda: job._running is not None)
+        job.end()
+        await running
+        print(job.code, job.given_up)
+    """
+    assert supervise(tmp_path, scenario)[-1] == "0 the server has shut down"
+
+
+def test_a_job_that_is_asked_to_end_and_does_not_is_killed(tmp_path):
+    scenario = """
+        pid = (await job.ready(20)).process.pid
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        job.end()
+        await running
+        print(job.code, job.given_up)
+    """
+    *lines, said = supervise(tmp_path, scenario, shutdown_s=0.5)
+    assert said == "-9 the server has shut down"
+    assert any("did not end within 0.5 s of when it was asked to" in line for line in lines), lines
 
 
 def test_a_spare_that_cannot_be_told_is_a_failed_start(tmp_path):

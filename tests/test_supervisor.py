@@ -21,6 +21,7 @@ import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import ROOT, environment
 from supervised import (
+    ON_CPUS,
     Asked,
     Supervised,
     children,
@@ -271,6 +272,35 @@ def test_running_requests_are_finished_at_its_end(tiny):
         assert asked.ends and len(asked.events) > 150
         assert server.finish() == 0
         assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
+
+
+RANKS = ("launch", "--dop", "1,1", *ON_CPUS, "--transport")
+
+
+@pytest.mark.parametrize(
+    ("job", "after_s"),
+    [
+        ((), 0.0),
+        *(pytest.param((), s, marks=pytest.mark.slow) for s in (1.0, 2.5)),
+        *(pytest.param((*RANKS, "xla", "--"), s, marks=pytest.mark.slow) for s in (0.0, 1.0, 2.0, 4.0)),
+        *(
+            pytest.param((*RANKS, "mpi", "--"), s, marks=[pytest.mark.slow, pytest.mark.mpi])
+            for s in (0.0, 1.0, 2.0, 4.0)
+        ),
+    ],
+)
+def test_one_that_is_asked_to_end_while_its_job_starts_ends_well(tiny, job, after_s):
+    """Wherever the start is then."""
+    words = [sys.executable, "-m", "jaxlamina", *job, "serve", "--supervise", "--port", "0"]
+    how = ("--model", str(tiny), "--max-num-seqs", "4", "--max-model-len", "64")
+    with contextlib.closing(Supervised.start([*words, *how], start_new_session=True)) as server:
+        server.wait_for("serving ")
+        time.sleep(after_s)
+        below = children(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == 0, "\n".join(server.lines)
+        assert not any("error" in line or "Traceback" in line for line in server.lines), server.lines
+        wait_until(lambda: not any(words_of(pid) for pid in below), 20)
 
 
 def test_a_supervisor_holds_the_folder_of_files(tiny, tmp_path):

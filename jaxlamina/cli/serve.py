@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -82,10 +83,17 @@ def serve(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    is_asked_to_end = threading.Event()
+
+    def end(*_: object) -> None:
+        is_asked_to_end.set()
+        sys.exit(0)
+
     if supervision.supervise:
         from jaxlamina.server.listening import door, shown
         from jaxlamina.supervisor.run import supervise
 
+        signal.signal(signal.SIGTERM, end)
         with door(uds, host, port) as front:
             front.listen()
             address = shown(front, settings.ssl_certfile is not None)
@@ -115,7 +123,7 @@ def serve(
     of_supervisor = settings.supervisor is not None
     with nullcontext() if of_supervisor else door(uds, host, port) as listener:
         # Until there is something to bring to an end; jax.distributed would take the signal and go on.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, end)
         stands_by = os.environ.pop(STANDBY, None) is not None
         asked = options
         if stands_by and asked.keeps_kv:  # the folder is another's as yet
@@ -140,6 +148,9 @@ def serve(
                 say(f"serving {settings.served_model_names[0]} at {address}")
                 if settings.dashboard:
                     say(f"dashboard: {address}{PAGE}")
+            if is_asked_to_end.is_set():  # what ran then took the exception for its own, as a collector does
+                app.close()
+                raise typer.Exit(0)
             ended = app.run(listener)
     if app.is_compiling or not ended:  # a thread that compiles does not end by itself
         if ended:

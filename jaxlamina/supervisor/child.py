@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 import signal
 import time
@@ -17,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
-from jaxlamina.exit_codes import FAILED
+from jaxlamina.exit_codes import ENDED_BY_SIGTERM, FAILED
 from jaxlamina.process.parents import take_orphans
 from jaxlamina.server.pieces import STEP_SECONDS
 from jaxlamina.supervisor.changes import JobCommand
@@ -81,6 +82,7 @@ class SupervisedJob:
         step_s: float,
         start_s: float,
         recovery_s: float,
+        shutdown_s: float,
         n_spare: int = 0,
         imports_after_s: float | None = None,
         end_s: float = 0.0,
@@ -95,6 +97,7 @@ class SupervisedJob:
         self.command, self._folder = command, folder
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
         self._retrying, self._end_s = Retrying(recovery_s), end_s
+        self._shutdown_s, self._ends_by = shutdown_s, math.inf
         self._secret = secrets.token_hex(16)
         self._running: Running | None = None
         self._is_ready, self._ready_at = False, 0.0  # since when
@@ -189,6 +192,8 @@ class SupervisedJob:
             code = 0
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause_s)
+        if code in ENDED_BY_SIGTERM:  # it was asked to end, and had nothing to bring to an end as yet
+            code = 0
         await self._give_up("the server has shut down", code)
 
     async def _once(self) -> tuple[Cause, int]:
@@ -293,6 +298,7 @@ class SupervisedJob:
         """Asks the job to finish what it does; again: at once."""
         if self._running is not None:
             self._running.process.send_signal(signal.SIGKILL if self.ends() else signal.SIGTERM)
+        self._ends_by = time.monotonic() + self._shutdown_s
         self._ending.set()
 
     def kill(self) -> None:
@@ -396,6 +402,11 @@ class SupervisedJob:
         while (code := running.exit_code()) is None:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
+            if now > self._ends_by and not killed_because:
+                text = f"it did not end within {self._shutdown_s:g} s of when it was asked to"
+                _log.error("the job is killed: %s", text)
+                killed_because = Cause("silent", text)
+                running.process.kill()
             starting_s = _FIRST_PROBE_S if now - began < _FIRST_S else _STARTING_PROBE_S
             if killed_because or now - probed < (_PROBE_S if self._is_ready else starting_s):
                 continue

@@ -31,7 +31,7 @@ from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.files import Folder
 from jaxlamina.server.listening import DrainingServer
-from jaxlamina.server.settings import CONNECTIONS_END_S, Settings
+from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
 from jaxlamina.server.tls import tls_context
 from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
@@ -49,6 +49,7 @@ _RESERVE_BYTES = 24 * 2**20
 _LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
 _RESERVE_LOOK_S = 0.5
 _IMPORTS_AFTER_S = 10.0  # a start is over by then, and so is a short life
+_LAUNCHER_END_S = 10.0  # for one that ends ranks, after their own time for that
 _STARTER_END_S = 5.0  # for what has started ranks on other hosts, to end those
 _MOST_OF_A_PATH = 107  # bytes, of a Unix socket
 _NOT_COMPLETED = "ASGI callable returned without completing response."
@@ -134,6 +135,7 @@ class _Supervisor:
             step_s=supervision.step_timeout,
             start_s=supervision.start_timeout,
             recovery_s=supervision.recovery_timeout,
+            shutdown_s=settings.shutdown_timeout + CONNECTIONS_END_S + THREAD_END_S + _LAUNCHER_END_S,
             n_spare=supervision.spare,
             # Of ranks on other hosts nobody sees when it is their turn.
             imports_after_s=None if command.has_starter else _IMPORTS_AFTER_S,
