@@ -20,15 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxlamina.exit_codes import BAD_INPUT, ENDED_BY_SIGTERM, FAILED, WRONG
+from jaxlamina.exit_codes import BAD_INPUT, FAILED, WRONG
 from jaxlamina.process import ending
 from jaxlamina.process.descendants import descendants
 from jaxlamina.process.parents import end_with_parent
 
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
 LAUNCHED = "JAXLAMINA_LAUNCHED"
-# The file in it where rank 0 leaves its process number: mpirun would not pass a signal on to it alone.
-FIRST_PID = "first"
+# A file in it that rank 0 makes when it begins, and one with its process number once it has an answer to
+# SIGTERM: mpirun would not pass a signal on to it alone.
+BEGUN, FIRST_PID = "begun", "first"
 _SUPERVISED_GRACE_S = 0.5
 
 _ERROR_LINE = re.compile(r"error: rank (\d+)\b")
@@ -169,7 +170,7 @@ class Job:
         elif is_supervised:
             self._failed_grace_s, self._kill_after_s = min(grace_s, _SUPERVISED_GRACE_S), 0.0
         self._end_s = end_s
-        self._first_pid = Path(folder, FIRST_PID)
+        self._begun, self._first_pid = Path(folder, BEGUN), Path(folder, FIRST_PID)
         self._begin_s = begin_s
         self._is_supervised = is_supervised
         self._begin_by = None if begin_s is None else time.monotonic() + begin_s
@@ -182,7 +183,7 @@ class Job:
         self._code = 0
         self._killed_starter = ""  # the line that says so
         self._signal: int | None = None
-        self._asked_to_end_by: int | None = None  # a signal
+        self._is_asked_to_end = False
         self._deadline: float | None = None
         self._kill_at: float | None = None
 
@@ -295,11 +296,11 @@ class Job:
             self._deadline = now + self._failed_grace_s  # a rank that has written its line is about to end
         if self._is_supervised and self._pipes and self._reason.silent():
             self._end_mpirun_alone()
-        if self._signal is not None and self._end_s is not None and self._asked_to_end_by is None:
+        if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
             self._ask_to_end(now + self._end_s)
         if self._begin_by is not None and now > self._begin_by:
             self._begin_by = None
-            if not self._first_pid.exists():
+            if not self._begun.exists():
                 self._not_begun()
                 self._deadline = now - 1
         late = self._deadline is not None and now > self._deadline
@@ -334,19 +335,16 @@ class Job:
 
     def _ask_to_end(self, deadline: float) -> None:
         """Has rank 0 bring its work to an end; the others end after it. The signal has been heeded then."""
-        self._asked_to_end_by = self._signal
+        self._is_asked_to_end = True
         try:
             os.kill(int(self._first_pid.read_text()), signal.SIGTERM)
-        except (OSError, ValueError):  # it has not begun, or is gone: there is nothing to bring to an end
+        except (OSError, ValueError):  # it only starts, or is gone: there is nothing to bring to an end
             return
         self._signal, self._deadline = None, deadline
 
     def _ended(self, running: _Running, now: float) -> None:
         code = running.code
         assert code is not None
-        if self._asked_to_end_by is not None and running.is_first and code in ENDED_BY_SIGTERM:
-            self._signal = self._asked_to_end_by  # rank 0 had nothing to bring to an end as yet
-            return
         if code or running.is_first:
             soon = now + (self._failed_grace_s if code else self._grace_s)
             self._deadline = soon if self._deadline is None else min(soon, self._deadline)

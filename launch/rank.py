@@ -25,7 +25,7 @@ from jaxlamina.process.parents import end_with_parent
 from launch import devices
 from launch.commands import segments_in
 from launch.options import LaunchOptions, parse
-from launch.processes import FIRST_PID, LAUNCHED
+from launch.processes import BEGUN, FIRST_PID, LAUNCHED
 from launch.roles import Place, place
 
 WHAT = (
@@ -106,9 +106,21 @@ def _work(cluster: Cluster, rank: int, options: LaunchOptions) -> int:
     CLOCK.done("imports")
     group = ranks.join(cluster, rank)
     CLOCK.done("ranks")
+    if options.command[0] == "serve":
+        _heed_sigterm()
     code = command_line(options.command, who=cluster.describe(rank), defaults=defaults(cluster))
     group.close()
     return code
+
+
+def _heed_sigterm() -> None:
+    """And says so to `launch.local`, which would end all ranks at once: from here on they end in order."""
+    from jaxlamina.cli.serve import heed_sigterm
+
+    heed_sigterm()
+    folder = os.environ.get(LAUNCHED)
+    if folder is not None and Path(folder).exists():
+        Path(folder, FIRST_PID).write_text(str(os.getpid()))
 
 
 def _check_starter(cluster: Cluster, here: Place) -> None:
@@ -147,7 +159,7 @@ def _redirect(rank: int) -> None:
         for name, value in segments_in(folder).items():
             os.environ.setdefault(name, value)
         if rank == 0:
-            Path(folder, FIRST_PID).write_text(str(os.getpid()))
+            Path(folder, BEGUN).touch()
     pipe = Path(folder, str(rank))
     if not pipe.exists():  # plain processes have pipes of their own already
         return

@@ -212,21 +212,30 @@ def test_an_interrupt_ends_all_and_says_nothing(tmp_path, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_ranks_that_are_asked_to_end_and_have_no_answer_to_it_say_nothing(tmp_path, number, has_begun):
-    """As a server has none while it starts. Rank 0 may have said already which process it is."""
-    here = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w').close(); "
-    first = f"open(r'{tmp_path.parent}/first', 'w').write(str(os.getpid())); " if has_begun else ""
-    (tmp_path.parent / "first").unlink(missing_ok=True)
-    process = start(
-        f"import os; {first}{here}time.sleep(60)",
-        f"{here}time.sleep(60)",
-        words=["ends", str(tmp_path.parent)],
-    )
-    pids = _pids(tmp_path, 2)
+@pytest.mark.parametrize("has_an_answer", [False, True])
+def test_a_signal_is_rank_0s_once_it_has_an_answer(tmp_path, number, has_an_answer):
+    """As a server has, which then brings its work to an end."""
+    folder, pids = tmp_path / "folder", tmp_path / "pids"
+    folder.mkdir()
+    pids.mkdir()
+    here = f"import os, time; open(r'{pids}/' + str(os.getpid()), 'w').close(); "
+    ends = f"open(r'{folder}/ends', 'w').close(); print('done'); sys.exit(0)"
+    first = f"""
+import os, signal, sys
+def end(*_):
+    {ends}
+if {has_an_answer}:
+    signal.signal(signal.SIGTERM, end)
+    open(r'{folder}/first', 'w').write(str(os.getpid()))
+{here}
+time.sleep(60)
+"""
+    second = f"{here}\nwhile not os.path.exists(r'{folder}/ends'): time.sleep(0.01)"
+    process = start(first, second, words=["ends", str(folder)])
+    found = _pids(pids, 2)
     process.send_signal(number)
-    assert finish(process)[::2] == (128 + number, [])
-    assert not any(_alive(pid) for pid in pids)
+    assert finish(process) == ((0, "done\n", []) if has_an_answer else (128 + number, "", []))
+    assert not any(_alive(pid) for pid in found)
 
 
 def test_ranks_do_not_outlive_a_starter_that_is_killed(tmp_path):

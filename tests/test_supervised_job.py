@@ -110,6 +110,35 @@ def test_a_job_that_is_asked_to_end_and_has_no_answer_to_it_ends_well(tmp_path):
     assert supervise(tmp_path, scenario)[-1] == "0 the server has shut down"
 
 
+@pytest.mark.parametrize(
+    "does",
+    ["kill()", "job.change(job.command, 'as asked', stop_first=True, deadline_s=20)"],
+    ids=["killed", "planned"],
+)
+def test_a_job_that_has_just_ended_otherwise_and_is_asked_to_ends_well(tmp_path, does):
+    """While what is left of it ends, as that of a large one takes a moment."""
+    scenario = f"""
+        first = await job.ready(20)
+        end_all = job._leaving.end_all
+
+        async def later(*how):
+            await asyncio.sleep(0.3)
+            await end_all(*how)
+
+        async def kill():
+            first.process.kill()
+
+        job._leaving.end_all = later
+        doing = asyncio.ensure_future({does})
+        await until(lambda: not job._is_ready)
+        job.end()
+        await running
+        await asyncio.wait([doing])
+        print(job.code, doing.exception() or job.given_up)
+    """
+    assert supervise(tmp_path, scenario)[-1] == "0 the server has shut down"
+
+
 def test_a_job_that_is_asked_to_end_and_does_not_is_killed(tmp_path):
     scenario = """
         pid = (await job.ready(20)).process.pid

@@ -35,6 +35,21 @@ STARTER: ContextVar[JobCommand | None] = ContextVar("STARTER", default=None)
 """The command of which this one is part, where there is one: `jaxlamina launch` starts all ranks."""
 
 
+_asked_to_end = threading.Event()
+
+
+def heed_sigterm() -> None:
+    """Until there is something to bring to an end SIGTERM ends this process well; jax.distributed would take
+    the signal and go on."""
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _end(*_: object) -> None:
+    _asked_to_end.set()
+    sys.unraisablehook = lambda _: None  # a callback of Python's collector may get what is raised here
+    sys.exit(0)
+
+
 @with_options
 def serve(
     options: CommandOptions,
@@ -83,17 +98,11 @@ def serve(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    is_asked_to_end = threading.Event()
-
-    def end(*_: object) -> None:
-        is_asked_to_end.set()
-        sys.exit(0)
-
     if supervision.supervise:
         from jaxlamina.server.listening import door, shown
         from jaxlamina.supervisor.run import supervise
 
-        signal.signal(signal.SIGTERM, end)
+        heed_sigterm()
         with door(uds, host, port) as front:
             front.listen()
             address = shown(front, settings.ssl_certfile is not None)
@@ -122,8 +131,7 @@ def serve(
     # The socket that a supervisor names is the server's once it is ready: it asks there.
     of_supervisor = settings.supervisor is not None
     with nullcontext() if of_supervisor else door(uds, host, port) as listener:
-        # Until there is something to bring to an end; jax.distributed would take the signal and go on.
-        signal.signal(signal.SIGTERM, end)
+        heed_sigterm()
         stands_by = os.environ.pop(STANDBY, None) is not None
         asked = options
         if stands_by and asked.keeps_kv:  # the folder is another's as yet
@@ -148,7 +156,7 @@ def serve(
                 say(f"serving {settings.served_model_names[0]} at {address}")
                 if settings.dashboard:
                     say(f"dashboard: {address}{PAGE}")
-            if is_asked_to_end.is_set():  # what ran then took the exception for its own, as a collector does
+            if _asked_to_end.is_set():  # what ran then took the exception for its own
                 app.close()
                 raise typer.Exit(0)
             ended = app.run(listener)

@@ -98,6 +98,7 @@ class SupervisedJob:
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
         self._retrying, self._end_s = Retrying(recovery_s), end_s
         self._shutdown_s, self._ends_by = shutdown_s, math.inf
+        self._is_told = False  # to end, while it ran and was to run on
         self._secret = secrets.token_hex(16)
         self._running: Running | None = None
         self._is_ready, self._ready_at = False, 0.0  # since when
@@ -192,7 +193,7 @@ class SupervisedJob:
             code = 0
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause_s)
-        if code in ENDED_BY_SIGTERM:  # it was asked to end, and had nothing to bring to an end as yet
+        if not self._is_told or code in ENDED_BY_SIGTERM:  # nothing was to be brought to an end then
             code = 0
         await self._give_up("the server has shut down", code)
 
@@ -279,6 +280,7 @@ class SupervisedJob:
                 self._spare = None
                 what = new.ended_with() if code is not None else f"was not ready in {deadline_s:g} s"
                 await self._end(new)
+                self._check_does_not_end()
                 raise NotChanged(f"the new job {what}; the one before it runs on")
             if self._running is not new:
                 await self._end(new)
@@ -297,6 +299,7 @@ class SupervisedJob:
     def end(self) -> None:
         """Asks the job to finish what it does; again: at once."""
         if self._running is not None:
+            self._is_told |= not self._planned and self._running.exit_code() is None
             self._running.process.send_signal(signal.SIGKILL if self.ends() else signal.SIGTERM)
         self._ends_by = time.monotonic() + self._shutdown_s
         self._ending.set()
