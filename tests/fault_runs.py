@@ -66,6 +66,13 @@ PROMPTS = {
     for n in range(10, 22)
 }
 _AT_ONCE = 6  # of these
+# More than a journal writes into what it has of a disk already.
+LARGE = {
+    "large": (
+        "/v1/completions",
+        {"prompt": "w4 w2", "max_tokens": 5, "temperature": 0, "stream": True, "user": "x" * 5_000_000},
+    )
+}
 SMALL_DISK = "size=32m"
 # A rank that has lost another one ends with a code. The supervisor may ask it in the moment before, and hear that
 # its engine has failed.
@@ -260,6 +267,7 @@ class Run:
             limit_memory(pid, spare=event.whom == "supervisor")
         if event.full_disk:
             fill(self.folder / "journal")
+            self.ask(LARGE)
         if event.cut:
             assert self.hosts is not None
             self.hosts.cut()
@@ -299,8 +307,8 @@ class Run:
             assert not one.is_alive(), f"{name} has no end\n{self.story()}"
             if another and one.broke and one.key:  # its supervisor was killed: it asks the next one
                 one.goes_on(self.server.port)
-        for name in sorted(PROMPTS.keys() & self.asked):
-            again = Asked(self.server.port, *PROMPTS[name])
+        for name in sorted(self.asked.keys() - self.requests.keys()):
+            again = Asked(self.server.port, self.asked[name].path, self.asked[name].body)
             again.join(DEADLINE_S)
             expected[name] = again.said
             assert again.ends, f"{again.status} {again.events}\n{self.story()}"
