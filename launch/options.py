@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import COMMANDS, Cluster, change
-from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THREAD_END_S
+from jaxlamina.server.settings import SHUTDOWN_TIMEOUT_S, end_s
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LaunchOptions:
         parser = _Parser(allow_abbrev=False, add_help=False)
         parser.add_argument("--shutdown-timeout", type=float, default=SHUTDOWN_TIMEOUT_S)
         asked, _ = parser.parse_known_args(self.command[1:])
-        return float(asked.shutdown_timeout) + CONNECTIONS_END_S + THREAD_END_S
+        return end_s(asked.shutdown_timeout)
 
     def cluster(self) -> Cluster:
         """The file with the changes. Raises `UserError`."""

@@ -22,6 +22,11 @@ MOST_TRIES = 4
 that is held to be why."""
 
 
+def end_s(shutdown_timeout: float) -> float:
+    """How long a server may take to end once it is asked to."""
+    return shutdown_timeout + CONNECTIONS_END_S + THREAD_END_S
+
+
 def _parser(known: dict[str, Any], help: str, otherwise: str) -> Any:
     return option(None, f"{help}: {', '.join(known)}. Default: {otherwise}.", choices=tuple(known))
 

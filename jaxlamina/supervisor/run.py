@@ -31,7 +31,7 @@ from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.files import Folder
 from jaxlamina.server.listening import DrainingServer
-from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
+from jaxlamina.server.settings import CONNECTIONS_END_S, Settings, end_s
 from jaxlamina.server.tls import tls_context
 from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
@@ -135,7 +135,7 @@ class _Supervisor:
             step_s=supervision.step_timeout,
             start_s=supervision.start_timeout,
             recovery_s=supervision.recovery_timeout,
-            shutdown_s=settings.shutdown_timeout + CONNECTIONS_END_S + THREAD_END_S + _LAUNCHER_END_S,
+            shutdown_s=end_s(settings.shutdown_timeout) + _LAUNCHER_END_S,
             n_spare=supervision.spare,
             # Of ranks on other hosts nobody sees when it is their turn.
             imports_after_s=None if command.has_starter else _IMPORTS_AFTER_S,
