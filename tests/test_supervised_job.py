@@ -59,10 +59,11 @@ async def main(how):
 """
 
 
-def supervise(tmp_path, scenario, **how):
-    """The lines of a supervisor that runs ``scenario(job, running)``; ``how``: its job's."""
+def supervise(tmp_path, scenario, job=PROGRAM, **how):
+    """The lines of a supervisor that runs ``scenario(job, running)``; ``job``: the program it starts; ``how``: its
+    settings."""
     program = f"{SUPERVISOR}\nasync def scenario(job, running):\n{textwrap.indent(textwrap.dedent(scenario), '    ')}"
-    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({how}))", str(tmp_path), PROGRAM]
+    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({how}))", str(tmp_path), job]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=100, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "ended", done.stdout + done.stderr
@@ -151,6 +152,26 @@ def test_a_job_that_is_asked_to_end_and_does_not_is_killed(tmp_path):
     *lines, said = supervise(tmp_path, scenario, shutdown_s=0.5)
     assert said == "-9 the server has shut down"
     assert any("did not end within 0.5 s of when it was asked to" in line for line in lines), lines
+
+
+def test_a_job_that_ends_may_be_silent(tmp_path):
+    """As one of ranks is, whose server is gone before all of them are."""
+    scenario = """
+        await job.ready(20)
+        job.end()
+        await running
+        print(job.code, job.given_up)
+    """
+    ends_late = """
+        import os, signal, time
+        def end(*_):
+            os.rename(path, path + ".closed")
+            time.sleep(3)
+            os._exit(5)
+        signal.signal(signal.SIGTERM, end)
+    """
+    lines = supervise(tmp_path, scenario, textwrap.dedent(ends_late) + PROGRAM, stuck_after_s=0.5)
+    assert lines[-1] == "5 the server has shut down", lines
 
 
 def test_a_spare_that_cannot_be_told_is_a_failed_start(tmp_path):

@@ -66,11 +66,12 @@ class SupervisedJob:
 
     A start that is not ready when it ends is a failed one: the first ends the job, with ``code``; later ones
     are tried again, after a pause, for ``recovery_s`` and five times at least. A server that was ready is
-    ended when it answers nothing for ``stuck_after_s``, or is in one step for ``step_s``; and one that is not
-    ready after ``start_s``. With ``n_spare`` another one is started beside it, which takes over; without, and
-    with ``imports_after_s``, so long after it is ready one that only imports what it needs. ``end_s``: what
-    is left of a start that has ended may take so long to end by itself. ``causes``: why each start but the
-    last has ended. ``n_starts``: those that wait to take over counted, if they hold more than imports.
+    ended when it answers nothing for ``stuck_after_s``, or is in one step for ``step_s``; one that is not
+    ready after ``start_s``; and one that was asked to end, and may be silent then, after ``shutdown_s``. With
+    ``n_spare`` another one is started beside it, which takes over; without, and with ``imports_after_s``, so
+    long after it is ready one that only imports what it needs. ``end_s``: what is left of a start that has
+    ended may take so long to end by itself. ``causes``: why each start but the last has ended. ``n_starts``:
+    those that wait to take over counted, if they hold more than imports.
     """
 
     def __init__(
@@ -407,9 +408,7 @@ class SupervisedJob:
             now = time.monotonic()
             if now > self._ends_by and not killed_because:
                 text = f"it did not end within {self._shutdown_s:g} s of when it was asked to"
-                _log.error("the job is killed: %s", text)
-                killed_because = Cause("silent", text)
-                running.process.kill()
+                killed_because = self._kill(running, Cause("silent", text))
             starting_s = _FIRST_PROBE_S if now - began < _FIRST_S else _STARTING_PROBE_S
             if killed_because or now - probed < (_PROBE_S if self._is_ready else starting_s):
                 continue
@@ -427,20 +426,27 @@ class SupervisedJob:
             silent_s = time.monotonic() - heard
             if failure:
                 killed_because = Cause("failed", failure)
-            elif self._is_ready and silent_s > self._stuck_after_s:
+            elif self._is_ready and silent_s > self._stuck_after_s and not self.ends():
+                # Its socket is closed long before its last rank is gone.
                 killed_because = Cause("silent", f"it answered nothing for {silent_s:.0f} s")
             elif in_step_s > self._step_s:
                 killed_because = Cause("step", f"a step took longer than {self._step_s:g} s")
             elif not self._is_ready and time.monotonic() - began > self._start_s:
                 killed_because = Cause("start", f"it was not ready within {self._start_s:g} s")
             if killed_because:
-                running.process.kill()
+                self._kill(running, killed_because)
         if killed_because:
             return killed_because, code
         if code < 0:
             with suppress(ValueError):
                 return Cause("killed", f"killed by {signal.Signals(-code).name}"), code
         return Cause("exit", f"exit code {code}"), code
+
+    def _kill(self, running: Running, why: Cause) -> Cause:
+        if self.ends():  # else it is said with what is done about it
+            _log.error("the job is killed while it ends: %s", why.text)
+        running.process.kill()
+        return why
 
     async def _health(self, running: Running) -> _Health | None:
         """None: its server does not answer."""
