@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -625,6 +625,56 @@ def warmed(
     }
 
 
+def rests(group: Any, model: str, at: str, n_at_once: int) -> dict[str, Any]:
+    """What rank 0 begins of programs that it compiles behind, ``n_at_once``, once they are to rest, from when it is
+    ``at`` one of these parts: lower, compile, read, keep. Requests are answered meanwhile, ``more`` programs compiled
+    for them."""
+    from jax.experimental import serialize_executable
+
+    from jaxlamina.engine import sizes_to_compile, warm_up
+    from jaxlamina.transports import mpi, xla
+
+    limits = {"max_num_seqs": 1, "max_model_len": 64}  # so that no program that draws is compiled beside them
+    llm = LLM(source(model), group=group, **limits)
+    todo = sizes_to_compile.shapes(llm.buckets, max_model_len=64, max_chunk=None)
+    warm_up.warm_up(llm.engine, todo[:1], lambda n: None, lambda: False)
+    behind = warm_up.Behind(llm.engine, todo[1:], lambda n: None, lambda call: call(), n_at_once)
+    begun, since, rests_now = Counter[str](), Counter[str](), threading.Event()
+
+    def noted_calls(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **how: Any) -> Any:
+            (since if rests_now.is_set() else begun)[name] += 1
+            if name == at and not rests_now.is_set():
+                behind.rest(3600)
+                rests_now.set()
+            return call(*args, **how)
+
+        return noted
+
+    side, lowered = llm.executor.matched._side, jax.stages.Lowered  # type: ignore[attr-defined]
+    transport, read = (xla, "xla_exchanges") if group.transport.name == "xla" else (mpi, "mpi_exchanges")
+    parts = (
+        ("lower", side, "compile_later"),
+        ("compile", lowered, "compile"),
+        ("read", transport, read),
+        ("keep", serialize_executable, "serialize"),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(side, "kept", lambda *_: None))
+        for name, of, what in parts:
+            stack.enter_context(patch.object(of, what, noted_calls(name, getattr(of, what))))
+        behind.start()
+        assert rests_now.wait(60), begun
+        ended, begun_since = behind.join(1), dict(since)
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        found = [o.token_ids for o in llm.generate([{"prompt_token_ids": PROMPTS[1]}], params)]
+        behind.stop()
+        assert behind.join(60)
+    whole = LLM(source(model), split=False, **limits)
+    same = found == [o.token_ids for o in whole.generate([{"prompt_token_ids": PROMPTS[1]}], params)]
+    return {"same": same, "ended": ended, "since": begun_since, "more": since["lower"]}
+
+
 def scored(group: Any, model: str, **options: Any) -> dict[str, Any]:
     """How likely prompts are, in chunks, one that nobody asks about first, against the unsplit model."""
     params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2, temperature=0)
@@ -773,6 +823,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, full, held, keeps, moves, crosses, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
+        greedy, updated, ahead, as_written, answer, branches, full, held, keeps, moves, crosses, with_chunk, step_bench, warmed, scored, recorded, ended, rests, refused, mismatch, held_worker, short_prompts,
     )
 }  # fmt: skip

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxlamina.process import kept_programs
-from jaxlamina.process.compile_ahead import Ahead, ProgramAhead, n_compiling, only_compiled
+from jaxlamina.process.compile_ahead import Ahead, ProgramAhead, n_compiling, only_compiled, side_by_side
+from jaxlamina.process.turns import between_parts, wait_between_parts
 
 
 def test_what_is_begun_is_done_by_another_thread_and_taken_once():
@@ -53,6 +54,27 @@ def test_what_is_forgotten_is_not_begun_any_more_and_can_be_begun_anew():
     ahead.begin("later", lambda: 2)
     assert ahead.take("later") == 2
     ahead.forget()
+
+
+def test_threads_that_compile_wait_as_the_one_that_began_them_does():
+    """And those that others began do not."""
+    waited: list[str] = []
+
+    def begin() -> None:
+        wait_between_parts(lambda: waited.append(threading.current_thread().name))
+        ahead: Ahead[None] = Ahead(1)
+        side_by_side([between_parts, lambda: side_by_side([between_parts])])
+        ahead.begin("one", between_parts)
+        ahead.take("one")
+        ahead.forget()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert [name.partition("_")[0] for name in waited] == ["compile"] * 3
+    between_parts()
+    side_by_side([between_parts])
+    assert len(waited) == 3
 
 
 def scaled(xs: tuple[jax.Array, Any], by: Any, *, twice: bool) -> jax.Array:

@@ -174,6 +174,15 @@ def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> Non
     assert scored["same"] and scored["n"] == 39, scored
 
 
+@pytest.mark.parametrize("transport", ["xla", slow("mpi")])
+def test_what_is_compiled_behind_rests_between_two_parts(transport: str) -> None:
+    """Each of them may keep Python from requests for a second."""
+    cases = [("lower", 3), ("lower", 1), ("compile", 1), ("read", 1)]
+    scenarios = [("rests", {"model": "llama", "at": at, "n_at_once": n}) for at, n in cases]
+    for case, found in zip(cases, run_job(transport, 1, scenarios), strict=True):
+        assert found["same"] and not found["ended"] and not found["since"] and found["more"], (case, found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "more"),

@@ -97,21 +97,12 @@ class Drawing:
             requests, newest is not None, sampled, candidates, scored=scored, shapes_next=shapes_next
         )
 
-    def compile(
-        self,
-        device: jax.Device,
-        n: int,
-        max_tokens: int,
-        *,
-        usual: bool,
-        before_each: Callable[[], object] = lambda: None,
-    ) -> None:
+    def compile(self, device: jax.Device, n: int, max_tokens: int, *, usual: bool) -> None:
         """Compiles the ``usual`` programs that ``n`` rows of logits on ``device`` may meet, one of which
         every request needs, or all others, for requests of at most ``max_tokens`` tokens; but those of
         prompts' log-probabilities (`compile_scores`), of very many bans a row, and of beams that many tokens
-        may end. Several threads may do so for rows of different numbers, while tokens are drawn, too.
-        ``before_each``: called before each program."""
-        with only_compiled(device, before_each) as like:
+        may end. Several threads may do so for rows of different numbers, while tokens are drawn, too."""
+        with only_compiled(device) as like:
             self._compile(like((n, self.vocab_size), np.float32), like, max_tokens, usual)
 
     def _compile(self, logits: Any, like: Callable[..., Any], max_tokens: int, usual: bool) -> None:

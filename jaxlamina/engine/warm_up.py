@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlamina.engine.engine import Engine
 from jaxlamina.process.compile_ahead import Ahead, beside_steps, n_compiling, side_by_side
+from jaxlamina.process.turns import wait_between_parts
 from jaxlamina.run.executor import StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import StepSizes
@@ -136,21 +137,18 @@ class Behind:
                 between_steps(self._call)
 
     def rest(self, seconds: float) -> None:
-        """Begins no other program for so long."""
+        """Begins no other part of a program for so long."""
         self._not_before = time.monotonic() + seconds
 
     def _rest_over(self) -> None:
         """Waits until then."""
         while (left_s := self._not_before - time.monotonic()) > 0 and not self._stopped.is_set():
             self._stopped.wait(left_s)
+        if self._stopped.is_set():
+            raise _StoppedError
 
     def _draw(self, n_rows: set[int], *, usual: bool) -> None:
-        def before_each() -> None:
-            self._rest_over()
-            if self._stopped.is_set():
-                raise _StoppedError
-
-        _prepare_drawing(self._engine, n_rows, self._stopped.is_set, usual=usual, before_each=before_each)
+        _prepare_drawing(self._engine, n_rows, self._stopped.is_set, usual=usual)
 
     def stop(self) -> None:
         """What is being compiled is not waited for."""
@@ -162,6 +160,7 @@ class Behind:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        wait_between_parts(self._rest_over)
         with beside_steps():
             self._compile_all()
 
@@ -301,20 +300,13 @@ def _compile_ahead(
         ahead.forget()
 
 
-def _prepare_drawing(
-    engine: Engine,
-    n_rows: set[int],
-    stopped: Callable[[], bool],
-    *,
-    usual: bool,
-    before_each: Callable[[], None] = lambda: None,
-) -> None:
-    """Has other threads compile what is done with logits of so many rows: many small programs, each after a
-    call of ``before_each``. ``usual``: those that every request needs one of, or the others."""
+def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool], *, usual: bool) -> None:
+    """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``:
+    those that every request needs one of, or the others."""
     device, longest = engine.executor.device, engine.admission.max_model_len
 
     def compile_for(n: int) -> None:
-        engine.drawing.compile(device, n, longest, usual=usual, before_each=before_each)
+        engine.drawing.compile(device, n, longest, usual=usual)
 
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
     try:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxlamina.process import garbage, kept_programs
-from jaxlamina.process.turns import short_turns
+from jaxlamina.process.turns import between_parts, short_turns
 
 T = TypeVar("T")
 # XLA itself uses more for parts of a program, and tracing has to keep up with them.
@@ -53,7 +54,7 @@ class Ahead(Generic[T]):
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._n_threads, "compile")
-        self._begun[key] = self._threads.submit(compiles)
+        self._begun[key] = self._threads.submit(copy_context().run, compiles)
 
     def is_done(self, key: Hashable) -> bool:
         """Whether `take` need not wait."""
@@ -93,7 +94,7 @@ def side_by_side(calls: Sequence[Callable[[], object]]) -> None:
             errors[i] = error
 
     threads = [
-        threading.Thread(target=run, args=(i, call), name=f"compile_{i}", daemon=True)
+        threading.Thread(target=copy_context().run, args=(run, i, call), name=f"compile_{i}", daemon=True)
         for i, call in enumerate(calls)
     ]
     for thread in threads:
@@ -108,19 +109,15 @@ _here = threading.local()
 
 
 @contextmanager
-def only_compiled(
-    device: jax.Device, before_each: Callable[[], object] = lambda: None
-) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
+def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
     """Within it, in this thread, a `ProgramAhead` is compiled for what it is called with, and not run:
     whatever a GPU is asked to do meanwhile is in the way of a step whose kernels are being put into a CUDA
-    graph (docs/findings.md). Yields what stands for an array of ``device``: its shape and dtype.
-    ``before_each``: called before a program that is not there yet."""
-    sharding = SingleDeviceSharding(device)
-    _here.sharding, _here.before_each = sharding, before_each
+    graph (docs/findings.md). Yields what stands for an array of ``device``: its shape and dtype."""
+    _here.sharding = sharding = SingleDeviceSharding(device)
     try:
         yield lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     finally:
-        _here.sharding = _here.before_each = None
+        _here.sharding = None
 
 
 # Kernels are not tried out: XLA does so in memory that a step may still be using, and these are small.
@@ -154,8 +151,7 @@ class ProgramAhead:
         return jax.tree.map(_like, program.out_info)
 
     def _made(self, key: Any, args: Sequence[Any], static: Mapping[str, Any]) -> jax.stages.Compiled:
-        if (before_each := getattr(_here, "before_each", None)) is not None:
-            before_each()
+        between_parts()
         tree, kinds, options = key
         device = _device_of(jax.tree.leaves(args))
         what = self._name, str(tree), [str(kind[:3]) for kind in kinds], options, _OPTIONS

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from jaxlamina.process.turns import between_parts
 from pallas_kernels import compat, cpu
 from pallas_kernels.dispatch import candidates, forced_backend
 
@@ -91,6 +92,7 @@ def compiled(
     cache, nor says so; the program fails when it is run. JAX says when it looks there and whether it finds
     it, and nothing of one that this process has already, which may have been read there. It is not written
     there, too: to write a program holds Python up for as long as a step takes, and longer."""
+    between_parts()
     _listen()
     _here.heard = set()
     with compat.not_written_to_cache():
@@ -125,6 +127,7 @@ def later(
 
 def save(name: str, compiled: jax.stages.Compiled, note: Any) -> None:
     """Nothing where the program cannot be written, or there is no room."""
+    between_parts()
     try:
         found = pickle.dumps((*serialize_executable.serialize(compiled), note))
         _write(_path(name), zlib.compress(found, 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
+from jaxlamina.process.turns import between_parts
 from jaxlamina.ranks.model_side import ModelSide, OwnWeights, receiver
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.plans import plan_of
@@ -51,6 +53,7 @@ class MatchedPrograms:
         self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several shapes may have in common
         # The transport knows what it has sent in the program that is being traced.
         self._tracing = threading.Lock()
+        self._in_turn = threading.Lock()  # one of those that give way waits to trace, and not all of them
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -147,10 +150,13 @@ class MatchedPrograms:
         return Own(program, weights, receive)
 
     def _compile(self, rows: StepShape, behind: bool = False) -> tuple[Program, OwnWeights]:
+        between_parts()
         if kept := self._side.kept(rows, behind):
             return kept
-        with self._tracing:
-            compiles = self._side.compile_later(rows, behind)
+        with self._in_turn if behind else nullcontext():
+            between_parts()
+            with self._tracing:
+                compiles = self._side.compile_later(rows, behind)
         return compiles()
 
     def _plan(self, shape: StepShape) -> Any:

@@ -22,6 +22,7 @@ from jaxtyping import Float32
 
 from jaxlamina.errors import UserError
 from jaxlamina.process import kept_programs
+from jaxlamina.process.turns import between_parts
 from jaxlamina.steps.exchange import Exchange
 
 TRANSPORTS = ("mpi", "xla")
@@ -186,6 +187,7 @@ class Transport(TracedEnd, Protocol):
         if keep is None:
             return program(lowered.compile(compiler_options=options))
         compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
+        between_parts()
         made, (name, note) = program(compiled), keep
         if can_be_kept:
             kept_programs.save(name, compiled, (made.exchanges(), note))
