@@ -461,6 +461,18 @@ def test_compiling_behind_goes_on_with_another_engine_thread():
     assert {*llm.engine.sizes.shapes} == {*todo}
 
 
+def test_a_spare_compiles_from_the_other_end():
+    """Whoever serves compiles the same programs at the same time: neither does what the other has on disk by then."""
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    orders = []
+    for nobody_waits in (False, True):
+        behind = Behind(llm.engine, todo[1:], print, print, 2, again=todo[:1], nobody_waits=nobody_waits)
+        orders.append([shape for _ in todo for shape in behind._next()])
+    assert len(todo) > 3 and orders == [todo, [todo[0], *todo[:0:-1]]]
+
+
 @pytest.mark.parametrize("n_before", [0, 3])
 def test_nothing_is_compiled_behind_while_it_rests(monkeypatch, n_before):
     """Not even the next of the many small programs that draw tokens."""

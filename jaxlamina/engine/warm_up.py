@@ -185,9 +185,10 @@ class Behind:
                 )
 
     def _next(self) -> list[StepSizes]:
-        """Those that would save steps most padding, or the first."""
-        wanted = self._engine.sizes.wanted
-        found = sorted(self._todo, key=lambda shape: (shape not in self._again, -wanted[shape]))
+        """Those that would save steps most padding, or the first. Where nobody waits, the last: the job that
+        serves compiles the same ones, and so each finds on disk what the other has done."""
+        wanted, todo = self._engine.sizes.wanted, self._todo[:: -1 if self._nobody_waits else 1]
+        found = sorted(todo, key=lambda shape: (shape not in self._again, -wanted[shape]))
         found = found[: self._n_at_once]
         self._todo = [shape for shape in self._todo if shape not in found]
         return found
