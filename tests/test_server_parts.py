@@ -20,9 +20,10 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine.sizes_to_compile import first_of, shapes
-from jaxlamina.engine.warm_up import Behind, _empty_batch, warm_up
+from jaxlamina.engine.warm_up import Behind, _empty_batch, _later, warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_programs
+from jaxlamina.process.turns import wait_between_parts
 from jaxlamina.sampling import adjustments
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS
 from jaxlamina.sampling.structured import StructuredOutputs
@@ -498,6 +499,22 @@ def test_nothing_is_compiled_behind_while_it_rests(monkeypatch, n_before):
     assert not behind.join(1) and len(begun) == n_before
     behind.stop()
     assert behind.join(120) and len(begun) == n_before
+
+
+def test_a_step_in_pieces_rests_before_it_is_lowered_and_before_it_is_compiled():
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
+    shape = shapes(llm.buckets, max_model_len=40, max_chunk=None)[0]
+    parts, pieces = [], llm.executor._pieces
+
+    def compile_it():
+        wait_between_parts(lambda: parts.append((len(pieces._jitted), len(pieces._ahead))))
+        _later(llm.engine, shape, behind=True)()
+
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    thread.join()
+    assert parts == [(0, 0), (1, 0)] and len(pieces._ahead) == 1
 
 
 def test_compiling_behind_ends_when_told():

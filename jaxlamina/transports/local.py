@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxlamina.process.turns import between_parts
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import Transport, compiler_options
 from jaxlamina.workers.workspace import program_bytes
@@ -124,7 +125,9 @@ class CompiledPieces:
         """Before it is run; in any thread."""
         key = piece.key, piece.device
         if key not in self._ahead:
+            between_parts()
             lowered = self.jitted(piece, what).lower(*_likes(piece))
+            between_parts()
             self._ahead[key] = lowered.compile(compiler_options=compiler_options(piece.device, behind=behind))
 
     def n_bytes(self, piece: _Piece, what: str) -> int:
