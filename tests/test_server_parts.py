@@ -440,11 +440,16 @@ def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatc
     llm.engine.check_integrity()
 
 
-def test_compiling_behind_goes_on_with_another_engine_thread():
-    """As of a spare that takes over: the call that was not made yet goes along."""
+def to_compile():
+    """A model of two layers, and the sizes of all its steps."""
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
-    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    return llm, shapes(llm.buckets, max_model_len=40, max_chunk=None)
+
+
+def test_compiling_behind_goes_on_with_another_engine_thread():
+    """As of a spare that takes over: the call that was not made yet goes along."""
+    llm, todo = to_compile()
     before, after, done_before, done = queue.SimpleQueue(), queue.SimpleQueue(), [], []
     behind = Behind(llm.engine, todo, done_before.append, before.put)
     behind.start()
@@ -464,9 +469,7 @@ def test_compiling_behind_goes_on_with_another_engine_thread():
 
 def test_a_spare_compiles_from_the_other_end():
     """Whoever serves compiles the same programs at the same time: neither does what the other has on disk by then."""
-    config = ModelConfig.from_hf(MODELS["llama"])
-    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
-    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    llm, todo = to_compile()
     orders = []
     for nobody_waits in (False, True):
         behind = Behind(llm.engine, todo[1:], print, print, 2, again=todo[:1], nobody_waits=nobody_waits)
@@ -477,9 +480,7 @@ def test_a_spare_compiles_from_the_other_end():
 @pytest.mark.parametrize("n_before", [0, 3])
 def test_nothing_is_compiled_behind_while_it_rests(monkeypatch, n_before):
     """Not even the next of the many small programs that draw tokens."""
-    config = ModelConfig.from_hf(MODELS["llama"])
-    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
-    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    llm, todo = to_compile()
     warm_up(llm.engine, todo[:1], lambda n: None, lambda: False, all_of_drawing=False)
     behind = Behind(llm.engine, todo[1:], lambda n: None, lambda call: call())
     begun = []
@@ -502,9 +503,7 @@ def test_nothing_is_compiled_behind_while_it_rests(monkeypatch, n_before):
 
 
 def test_a_step_in_pieces_rests_before_it_is_lowered_and_before_it_is_compiled():
-    config = ModelConfig.from_hf(MODELS["llama"])
-    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
-    shape = shapes(llm.buckets, max_model_len=40, max_chunk=None)[0]
+    llm, [shape, *_] = to_compile()
     parts, pieces = [], llm.executor._pieces
 
     def compile_it():
@@ -518,9 +517,7 @@ def test_a_step_in_pieces_rests_before_it_is_lowered_and_before_it_is_compiled()
 
 
 def test_compiling_behind_ends_when_told():
-    config = ModelConfig.from_hf(MODELS["llama"])
-    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
-    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    llm, todo = to_compile()
     behind = Behind(llm.engine, todo, lambda n: None, lambda call: None)  # no step comes
     behind.rest(3600)
     behind.start()

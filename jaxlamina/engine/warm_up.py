@@ -141,7 +141,7 @@ class Behind:
         self._not_before = time.monotonic() + seconds
 
     def _rest_over(self) -> None:
-        """Waits until then."""
+        """Waits until then. `_StoppedError` once it is told to stop."""
         while (left_s := self._not_before - time.monotonic()) > 0 and not self._stopped.is_set():
             self._stopped.wait(left_s)
         if self._stopped.is_set():

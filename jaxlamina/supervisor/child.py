@@ -407,8 +407,9 @@ class SupervisedJob:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             if now > self._ends_by and not killed_because:
-                text = f"it did not end within {self._shutdown_s:g} s of when it was asked to"
-                killed_because = self._kill(running, Cause("silent", text))
+                why = f"it did not end within {self._shutdown_s:g} s of when it was asked to"
+                killed_because = Cause("silent", why)
+                self._kill(running, killed_because)
             starting_s = _FIRST_PROBE_S if now - began < _FIRST_S else _STARTING_PROBE_S
             if killed_because or now - probed < (_PROBE_S if self._is_ready else starting_s):
                 continue
@@ -442,11 +443,10 @@ class SupervisedJob:
                 return Cause("killed", f"killed by {signal.Signals(-code).name}"), code
         return Cause("exit", f"exit code {code}"), code
 
-    def _kill(self, running: Running, why: Cause) -> Cause:
+    def _kill(self, running: Running, why: Cause) -> None:
         if self.ends():  # else it is said with what is done about it
             _log.error("the job is killed while it ends: %s", why.text)
         running.process.kill()
-        return why
 
     async def _health(self, running: Running) -> _Health | None:
         """None: its server does not answer."""
