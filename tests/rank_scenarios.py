@@ -625,10 +625,10 @@ def warmed(
     }
 
 
-def rests(group: Any, model: str, at: str, n_at_once: int) -> dict[str, Any]:
+def rests(group: Any, model: Any, at: str, n_at_once: int, kept: bool = True) -> dict[str, Any]:
     """What rank 0 begins of programs that it compiles behind, ``n_at_once``, once they are to rest, from when it is
     ``at`` one of these parts: lower, compile, read, keep. Requests are answered meanwhile, ``more`` programs compiled
-    for them."""
+    for them. ``kept``: or programs have no name to be kept by."""
     from jax.experimental import serialize_executable
 
     from jaxlamina.engine import sizes_to_compile, warm_up
@@ -661,6 +661,8 @@ def rests(group: Any, model: str, at: str, n_at_once: int) -> dict[str, Any]:
     )
     with ExitStack() as stack:
         stack.enter_context(patch.object(side, "kept", lambda *_: None))
+        if not kept:
+            stack.enter_context(patch.object(side, "_keep", lambda *_: None))
         for name, of, what in parts:
             stack.enter_context(patch.object(of, what, noted_calls(name, getattr(of, what))))
         behind.start()

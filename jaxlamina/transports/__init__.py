@@ -185,11 +185,13 @@ class Transport(TracedEnd, Protocol):
         """For ``compile_later``: what ``program`` makes of what was lowered, once that is compiled; kept on
         disk where ``keep`` says so."""
         if keep is None:
-            return program(lowered.compile(compiler_options=options))
-        compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
+            compiled, can_be_kept = lowered.compile(compiler_options=options), False
+        else:
+            compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
         between_parts()
-        made, (name, note) = program(compiled), keep
-        if can_be_kept:
+        made = program(compiled)
+        if keep is not None and can_be_kept:
+            name, note = keep
             kept_programs.save(name, compiled, (made.exchanges(), note))
         return made
 
